@@ -189,7 +189,7 @@ class EngineSession:
     async def close(self) -> None:
         """Frees the engine's slot; an engine that cannot be reached frees it by itself."""
         try:
-            await asyncio.wait_for(self._engine.close_session(self._session_id), self._idle_s)
+            await asyncio.wait_for(self._engine.close_session(self._session_id), min(self._idle_s, 10.0))
         except (EngineError, TimeoutError):
             pass
 

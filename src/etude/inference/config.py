@@ -16,6 +16,7 @@ class EngineConfig(BaseModel):
     queue_limit: int = Field(256, ge=0, description="New sessions that may wait for a slot; more are `busy`.")
     queue_timeout_s: float = Field(60.0, gt=0, description="Longest wait for a slot before `busy`.")
     idle_timeout_s: float = Field(300.0, gt=0, description="A session without a request for so long is freed.")
+    reconnect_grace_s: float = Field(5.0, ge=0, description="A generation whose client is gone is kept so long.")
     finished_requests: int = Field(1024, ge=0, description="Ended requests remembered for a repeated request id.")
     flush_tokens: int = Field(32, ge=1, description="Sampled tokens gathered before they are sent on.")
     apply_timeout_s: float = Field(300.0, gt=0, description="Longest fetch and verification of new weights.")

@@ -5,7 +5,12 @@ Knows nothing of the optimiser (that is `trainer.config`). Report sections 4.1 a
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field
+
+KLHorizon = Literal["token", "sequence"]
+"""How far ahead a token answers for the KL: `rl.kl.kl_advantage`."""
 
 
 class EffortWeightsConfig(BaseModel):
@@ -13,12 +18,12 @@ class EffortWeightsConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    thinking_tokens: float = Field(1.0, ge=0, description="weight of one thinking token")
-    tool_call_tokens: float = Field(1.0, ge=0, description="weight of one token of a tool call")
-    tool_output_tokens: float = Field(0.25, ge=0, description="weight of one token of a tool's result")
-    final_tokens: float = Field(1.0, ge=0, description="weight of one token of the final message")
-    tool_calls: float = Field(4.0, ge=0, description="weight of one tool call")
-    turns: float = Field(4.0, ge=0, description="weight of one turn")
+    thinking_tokens: float = Field(default=1.0, ge=0, description="weight of one thinking token")
+    tool_call_tokens: float = Field(default=1.0, ge=0, description="weight of one token of a tool call")
+    tool_output_tokens: float = Field(default=0.25, ge=0, description="weight of one token of a tool's result")
+    final_tokens: float = Field(default=1.0, ge=0, description="weight of one token of the final message")
+    tool_calls: float = Field(default=4.0, ge=0, description="weight of one tool call")
+    turns: float = Field(default=4.0, ge=0, description="weight of one turn")
 
 
 class LengthPenaltyConfig(BaseModel):
@@ -26,11 +31,11 @@ class LengthPenaltyConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    k: float = Field(0.02, ge=0, description="how soon the curve bends; 0 is linear")
-    q: float = Field(0.5, ge=0, description="how strongly it bends; 0 is linear, 1 is logarithmic")
-    reference_effort: float = Field(400.0, gt=0, description="weighted effort at which the penalty reaches its cap")
+    k: float = Field(default=0.02, ge=0, description="how soon the curve bends; 0 is linear")
+    q: float = Field(default=0.5, ge=0, description="how strongly it bends; 0 is linear, 1 is logarithmic")
+    reference_effort: float = Field(default=400.0, gt=0, description="weighted effort at which the penalty reaches its cap")
     weights: EffortWeightsConfig = EffortWeightsConfig()
-    successes_only: bool = Field(False, description="penalise only rollouts that succeeded (DESIGN decision 4)")
+    successes_only: bool = Field(default=False, description="penalise only rollouts that succeeded (DESIGN decision 4)")
 
 
 class HabitConfig(BaseModel):
@@ -38,8 +43,8 @@ class HabitConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    window: int = Field(32, ge=1, description="groups of each kind in the baseline and in the recent mean")
-    alarm_ratio: float = Field(0.7, gt=0, lt=1, description="alarm when the ratio of turns falls under this share")
+    window: int = Field(default=32, ge=1, description="groups of each kind in the baseline and in the recent mean")
+    alarm_ratio: float = Field(default=0.7, gt=0, lt=1, description="alarm when the ratio of turns falls under this share")
 
 
 class RLConfig(BaseModel):
@@ -47,9 +52,9 @@ class RLConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    group_size: int = Field(8, ge=2, description="rollouts of a prompt, fixed (SPEC R1)")
+    group_size: int = Field(default=8, ge=2, description="rollouts of a prompt, fixed (SPEC R1)")
     reward_weights: dict[str, float] = Field(
-        {"success": 1.0, "effort": -0.05}, description="weight of each reward component in the total"
+        default={"success": 1.0, "effort": -0.05}, description="weight of each reward component in the total"
     )
     length_penalty: LengthPenaltyConfig = LengthPenaltyConfig()
     habits: HabitConfig = HabitConfig()

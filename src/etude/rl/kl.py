@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from etude.records.errors import BadInput
+from etude.rl.config import KLHorizon
 
-KLHorizon = Literal["token", "sequence"]
 Estimator = Literal["k1", "k2", "k3"]
 
 K1_AS_LOSS = (

@@ -14,13 +14,6 @@ from torch import Tensor
 from etude.records.errors import BadInput
 
 
-def loss_denominator(groups: int, group_size: int, reference_length: float) -> float:
-    """Groups of a step x rollouts of a group x reference length in tokens: moves with nothing that was sampled."""
-    if groups < 1 or group_size < 1 or not reference_length > 0:
-        raise BadInput("loss", "denominator", (groups, group_size, reference_length), "three positive numbers")
-    return float(groups) * group_size * reference_length
-
-
 @dataclass(frozen=True)
 class SampledLogprobs:
     """Log-probabilities of the taken tokens [N] (differentiable), entropies of their distributions [N] (detached)."""

@@ -1,0 +1,1 @@
+"""Floor 5: suites, evaluation runs, their statistics and figures."""

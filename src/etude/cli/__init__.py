@@ -1,0 +1,1 @@
+"""Floor 7: one command per capability; composes the config tree; no logic."""

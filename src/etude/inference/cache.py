@@ -1,0 +1,116 @@
+"""Book-keeping of sessions over the static slots of a key/value cache: who holds a slot, what it holds, who goes first.
+
+A session keeps its slot, its ids and the routes of its positions between its turns; no slot is ever shared or handed on
+with content, so a new session cannot read pages of another session or version. Idle sessions give way, least recently
+used first. Knows nothing of torch, of sampling or of weights.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from etude.inference.jobs import Job
+
+Routes = npt.NDArray[np.unsignedinteger[Any]]
+
+
+@dataclass(eq=False, slots=True)
+class Session:
+    """One conversation in one slot. The first `cached` of `ids` have pages and routes."""
+
+    id: str
+    slot: int
+    last_used: float
+    ids: list[int] = field(default_factory=list)
+    cached: int = 0
+    delivered: int = 0
+    """Route rows that the client has; 0 again when they were made anew."""
+    turn: int = 0
+    """Generations begun."""
+    job: Job | None = None
+    """The running or suspended generation."""
+    suspended: bool = False
+    """The job's client is gone: nothing runs until it comes back, another request comes, or the session is freed."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether the session may be evicted."""
+        return self.job is None or self.suspended
+
+    @property
+    def pending(self) -> int:
+        """Ids that have no page yet."""
+        return len(self.ids) - self.cached
+
+
+class SessionTable:
+    """Sessions by id, in order of last use, and the routes of every slot, [slots, tokens, layers, k].
+
+    `free_pages(slot, keep)` is told whenever a slot must forget its pages from position `keep` on.
+    """
+
+    def __init__(
+        self, slots: int, max_tokens: int, routes_tail: tuple[int, int], routes_dtype: str, free_pages: Callable[[int, int], None]
+    ) -> None:
+        self.slots, self.max_tokens = slots, max_tokens
+        self.routes: Routes = np.zeros((slots, max_tokens, *routes_tail), dtype=np.dtype(routes_dtype))
+        self._free_pages = free_pages
+        self._free = list(range(slots - 1, -1, -1))
+        self._sessions: OrderedDict[str, Session] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(list(self._sessions.values()))
+
+    @property
+    def free_slots(self) -> int:
+        """Slots that hold no session."""
+        return len(self._free)
+
+    def get(self, session_id: str) -> Session | None:
+        """The session, or None when it was never opened, closed or evicted."""
+        return self._sessions.get(session_id)
+
+    def touch(self, session: Session, now: float) -> None:
+        """Marks the session as used now."""
+        session.last_used = now
+        self._sessions.move_to_end(session.id)
+
+    def open(self, session_id: str, now: float) -> Session | None:
+        """A new session, in a free slot or in that of the least recently used idle session; None when all are running."""
+        if not self._free:
+            victim = next((session for session in self._sessions.values() if session.idle), None)
+            if victim is None:
+                return None
+            self.close(victim)
+        session = Session(session_id, self._free.pop(), now)
+        self._sessions[session_id] = session
+        return session
+
+    def truncate(self, session: Session, length: int) -> None:
+        """Forgets the ids from `length` on, and their pages and routes."""
+        del session.ids[length:]
+        session.delivered = min(session.delivered, max(0, length - 1))
+        if session.cached > length:
+            session.cached = length
+            self._free_pages(session.slot, length)
+
+    def forget_pages(self, session: Session) -> None:
+        """Keeps the ids, drops pages and routes: they are made again before the session's next token."""
+        session.cached = session.delivered = 0
+        self._free_pages(session.slot, 0)
+
+    def close(self, session: Session) -> None:
+        """Forgets the session and frees its slot."""
+        del self._sessions[session.id]
+        self._free_pages(session.slot, 0)
+        self._free.append(session.slot)

@@ -1,0 +1,69 @@
+"""The `pretrain` section of the config tree: data mix, optimiser, schedule, budgets and places of the starter recipe."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class EpisodeMix(BaseModel):
+    """What an episode is drawn as, and what each kind of token weighs in the loss."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    raw: float = Field(0.15, ge=0, le=1, description="Share of episodes that are a source file on its own.")
+    several_bugs: float = Field(0.35, ge=0, le=1, description="Share with two or three bugs, repaired in one action.")
+    wrong_edit: float = Field(0.3, ge=0, le=1, description="Share of one-bug episodes that open with a wrong edit and a failing run.")
+    failing_only: bool = Field(False, description="Only mutants whose failing check is known.")
+    operator_weights: dict[str, float] = Field(
+        {"wrong_name": 0.1}, description="Probability of keeping a mutant, by operator; 1 where not named."
+    )
+    action_weight: float = Field(1.0, ge=0, description="Loss weight of a token that the policy will sample.")
+    prompt_weight: float = Field(0.2, ge=0, description="Loss weight of a token of the broken file.")
+    raw_weight: float = Field(0.3, ge=0, description="Loss weight of a token of a raw document.")
+    longest: int = Field(448, gt=0, description="Longer episodes are dropped, in tokens.")
+
+
+class PhaseConfig(BaseModel):
+    """One training phase: optimiser, batch, budget and what is written when."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    muon_lr: float = Field(0.006, gt=0, description="Muon's learning rate; above about 0.01 the induction circuit dies.")
+    adam_lr: float = Field(1e-3, gt=0, description="Adam's learning rate for embeddings, norms and routers.")
+    adam_betas: tuple[float, float] = Field((0.9, 0.95), description="Adam's decay rates.")
+    warmup_steps: int = Field(30, ge=0, description="Linear warm-up, in steps.")
+    decay_share: float = Field(0.35, gt=0, le=1, description="Share of the whole phase in which the rate falls.")
+    floor: float = Field(0.02, ge=0, le=1, description="Learning-rate scale at the end of the decay.")
+    router_bias_rate: float = Field(0.003, ge=0, description="Step of the load-balancing router bias per update.")
+    clip: float = Field(1.0, gt=0, description="Largest gradient norm.")
+    batch_tokens: int = Field(4096, gt=0, description="Tokens of a batch, padding included.")
+    pool_batches: int = Field(32, gt=0, description="Batches whose episodes are sorted by length together.")
+    budget_tokens: int | None = Field(None, description="Ends the phase after this many tokens, padding not counted.")
+    budget_s: float | None = Field(2700.0, description="Ends the phase after this much training time, in seconds.")
+    checkpoint_s: float = Field(60.0, gt=0, description="Seconds between checkpoints.")
+    evaluate_s: float = Field(240.0, gt=0, description="Seconds between evaluations.")
+    evaluate_rows: int = Field(200, gt=0, description="Held-aside functions in an evaluation.")
+
+
+class PretrainConfig(BaseModel):
+    """The whole recipe of the starter policy."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    folder: str = Field(".cache/starter", description="Where stages keep their checkpoints and logs.")
+    corpus: str = Field(".cache/corpus", description="Folder of `pretrain.jsonl.zst` and `sft.jsonl.zst`.")
+    vocab_size: int = Field(2048, gt=300, description="Tokenizer's ids.")
+    seed: int = Field(0, description="Seed of weights, data order and draws.")
+    threads: int = Field(1, gt=0, description="Compute threads of a training process.")
+    low_precision: bool = Field(True, description="BF16 products with FP32 sums where the processor has them.")
+    aside: int = Field(400, ge=0, description="Functions of each split kept out of training, for evaluation.")
+    mix: EpisodeMix = Field(default_factory=EpisodeMix, description="Episodes while the rate is flat.")  # type: ignore[arg-type]
+    decay_mix: EpisodeMix = Field(
+        default_factory=lambda: EpisodeMix(raw=0.05, several_bugs=0.25, prompt_weight=0.1, raw_weight=0.1),  # type: ignore[call-arg]
+        description="Episodes while the rate falls.",
+    )
+    pretrain: PhaseConfig = Field(default_factory=PhaseConfig, description="The pretraining phase.")  # type: ignore[arg-type]
+    sft: PhaseConfig = Field(
+        default_factory=lambda: PhaseConfig(muon_lr=0.002, adam_lr=3e-4, budget_s=420.0, decay_share=0.8),  # type: ignore[call-arg]
+        description="The fine-tuning phase on demonstrations.",
+    )

@@ -1,0 +1,319 @@
+"""Token sequences from the function corpus: raw source, and repair episodes in the exact chat format that the agent meets.
+
+Nothing is executed here: a bug is a mutant of the row, a failing check is the row's own record of one, and an edit is found by comparing
+token ids. Each target token carries a loss weight. An episode is a pure function of (row, random generator), so a step's batch
+depends only on the seed and its number. Knows nothing of batching (`batches`) or of rollouts (`sft`).
+"""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import zstandard
+
+from etude.chat.bridge import append_results, first_prompt
+from etude.chat.edits import minimal_edit
+from etude.chat.format import BOS, END, FIELD_TOKENS, FILE, RESULT_EDITED, RESULT_PASSED, SYSTEM_TEXT, TOOL_TOKENS
+from etude.chat.repair_texts import failure_line, repair_instruction
+from etude.chat.tokenizer import Tokenizer
+from etude.pretrain.config import EpisodeMix
+from etude.records.errors import BadInput
+from etude.records.rollout import SpanKind
+
+
+class Failing(msgspec.Struct, frozen=True):
+    """One visible check that a mutant fails: argument text, what it gave, what it should give."""
+
+    args: str
+    got: str
+    want: str
+
+
+class Mutant(msgspec.Struct, frozen=True):
+    """A broken version of the row's function."""
+
+    operator: str
+    text: str
+    failing: Failing | None = None
+
+
+class CorpusRow(msgspec.Struct, frozen=True):
+    """One function of the pretrain or SFT split, with its mutants (written by `etude tasks make`)."""
+
+    function: str
+    source: str
+    imports: list[str]
+    module: str
+    package: str
+    mutants: list[Mutant]
+
+
+def read_rows(path: str | Path) -> list[CorpusRow]:
+    """Rows of a `.jsonl.zst` corpus file. Raises BadInput naming the line that is not a row."""
+    path = Path(path)
+    if not path.is_file():
+        raise BadInput(str(path), "corpus", "missing", "the file that `etude tasks make` writes")
+    decoder = msgspec.json.Decoder(CorpusRow)
+    rows = []
+    with zstandard.ZstdDecompressor().stream_reader(path.open("rb")) as stream:
+        for number, line in enumerate(io.BufferedReader(stream), 1):  # type: ignore[type-var]
+            try:
+                rows.append(decoder.decode(line))
+            except msgspec.DecodeError as error:
+                raise BadInput(str(path), f"line {number}", str(error), "a function row") from error
+    return rows
+
+
+def check_modules(rows: Iterable[CorpusRow], forbidden: frozenset[str]) -> None:
+    """Raises BadInput when a row comes from a module of another split (RL, dev, held-out): training must not see it."""
+    for row in rows:
+        if row.module in forbidden:
+            raise BadInput("training corpus", "module", row.module, "a module outside the RL, dev and held-out splits")
+
+
+def file_text(imports: Sequence[str], source: str) -> str:
+    """The one file of a repair repository: its imports, an empty line, the function."""
+    head = "".join(line + "\n" for line in imports)
+    return (head + "\n" if head else "") + source + "\n"
+
+
+def file_name(module: str) -> str:
+    """Short name of the file, from the last part of the module's dotted name."""
+    return module.rsplit(".", 1)[-1].strip("_") + ".py"
+
+
+@dataclass
+class Episode:
+    """`weights[i]` is the loss weight of predicting `ids[i]`; `edit[i]` marks tokens of a right edit, for the report."""
+
+    domain: str
+    ids: list[int] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+    edit: list[bool] = field(default_factory=list)
+
+    def add(self, ids: Sequence[int], weight: float | Sequence[float], *, edit: bool = False) -> None:
+        self.ids.extend(ids)
+        self.weights.extend([weight] * len(ids) if isinstance(weight, float) else weight)
+        self.edit.extend([edit] * len(ids))
+
+
+class EpisodeMaker:
+    """Draws episodes from rows. `mix` may change between calls (the decay phase has its own)."""
+
+    def __init__(self, tokenizer: Tokenizer, rows: Sequence[CorpusRow], mix: EpisodeMix) -> None:
+        if not rows:
+            raise BadInput("training corpus", "rows", 0, "at least one row")
+        self.tokenizer, self.rows, self.mix = tokenizer, rows, mix
+        special = tokenizer.special
+        self._edit, self._run, self._finish = (special[TOOL_TOKENS[name]] for name in ("edit_file", "run", "finish"))
+        self._old, self._new = special[FIELD_TOKENS["old"]], special[FIELD_TOKENS["new"]]
+        self._bos, self._end, self._file = special[BOS], special[END], special[FILE]
+
+    def draw(self, rng: random.Random, row: CorpusRow) -> Episode | None:
+        """One episode of `row`, of a kind drawn from the mix; None when it has none that fits."""
+        kind = rng.random()
+        mutants = self._candidates(rng, row)
+        if kind < self.mix.raw or not mutants:
+            episode = self.raw(row)
+        elif kind < self.mix.raw + self.mix.several_bugs:
+            episode = self.several_bugs(rng, row, mutants) or self.one_bug(rng, row, mutants)
+        else:
+            episode = self.one_bug(rng, row, mutants)
+        return episode if episode is not None and len(episode.ids) <= self.mix.longest else None
+
+    def _candidates(self, rng: random.Random, row: CorpusRow) -> list[Mutant]:
+        """The row's mutants in random order, operators taking turns so that common ones do not crowd out rare ones."""
+        kept = [m for m in row.mutants if rng.random() < self.mix.operator_weights.get(m.operator, 1.0)]
+        if self.mix.failing_only:
+            kept = [mutant for mutant in kept if mutant.failing is not None]
+        by_operator: dict[str, list[Mutant]] = {}
+        for mutant in kept:
+            by_operator.setdefault(mutant.operator, []).append(mutant)
+        lists = list(by_operator.values())
+        rng.shuffle(lists)
+        for members in lists:
+            rng.shuffle(members)
+        deepest = max(map(len, lists), default=0)
+        return [members[depth] for depth in range(deepest) for members in lists if depth < len(members)]
+
+    def raw(self, row: CorpusRow) -> Episode:
+        """The file as a document of its own; every token is a target."""
+        episode = Episode("raw")
+        heading = self.tokenizer.encode(file_name(row.module) + "\n")
+        episode.add([self._bos, self._file, *heading], 0.0)
+        text = self.tokenizer.encode(file_text(row.imports, row.source))
+        episode.add([*text, self._end], self.mix.raw_weight)
+        return episode
+
+    def one_bug(self, rng: random.Random, row: CorpusRow, mutants: Sequence[Mutant]) -> Episode | None:
+        """Prompt, sometimes a wrong edit and the failing run it earns (not a target), the right edit, a passing run, `finish`."""
+        fixed = file_text(row.imports, row.source)
+        mutant = mutants[0]
+        broken = file_text(row.imports, mutant.text)
+        failing = mutant.failing
+        broken_ids, fixed_ids = self.tokenizer.encode(broken), self.tokenizer.encode(fixed)
+        right = minimal_edit(self.tokenizer, broken_ids, fixed_ids)
+        if right is None:
+            return None
+        episode = Episode("repair")
+        shown = None if failing is None else (failing.args, failing.got, failing.want)
+        instruction = repair_instruction(row.function, file_name(row.module), shown)
+        self._prompt(episode, row, broken, broken_ids, instruction, [right])
+        if rng.random() < self.mix.wrong_edit:
+            wrong = self._wrong_edit(rng, row, mutants, broken, broken_ids, right)
+            if wrong is not None:
+                result = "" if failing is None else failure_line(row.function, failing.args, failing.got, failing.want)
+                self._act(episode, self._edit_action(wrong), [RESULT_EDITED], weight=0.0)
+                self._act(episode, [self._run, self._end], [result or f"{row.function} failed"])
+        self._act(episode, self._edit_action(right), [RESULT_EDITED], edit=True)
+        self._act(episode, [self._run, self._end], [RESULT_PASSED])
+        self._act(episode, [self._finish, self._end], None)
+        return episode
+
+    def several_bugs(self, rng: random.Random, row: CorpusRow, mutants: Sequence[Mutant]) -> Episode | None:
+        """Denoising: two or three bugs on different lines, all edits in one action, top to bottom. None when lines collide."""
+        chosen = merge_mutants(row.source, [m.text for m in mutants], 2 + (rng.random() < 0.5))
+        if chosen is None:
+            return None
+        broken_text, reverts = chosen
+        broken = file_text(row.imports, broken_text)
+        broken_ids = self.tokenizer.encode(broken)
+        edits = []
+        for revert in reverts:
+            partly = self.tokenizer.encode(file_text(row.imports, revert))
+            edit = minimal_edit(self.tokenizer, broken_ids, partly)
+            if edit is None:
+                return None
+            edits.append(edit)
+        episode = Episode("denoise")
+        request = f"{repair_instruction(row.function, file_name(row.module))}: {len(edits)} bugs"
+        self._prompt(episode, row, broken, broken_ids, request, edits)
+        for edit in edits:
+            old, new = edit
+            episode.add([self._edit, self._old, *old, self._new, *new], self.mix.action_weight, edit=True)
+        episode.add([self._end], self.mix.action_weight)
+        return episode
+
+    def _wrong_edit(
+        self,
+        rng: random.Random,
+        row: CorpusRow,
+        mutants: Sequence[Mutant],
+        broken: str,
+        broken_ids: list[int],
+        right: tuple[list[int], list[int]],
+    ) -> tuple[list[int], list[int]] | None:
+        """A plausible edit that does not repair: another mutant's change, made to the broken file."""
+        others = list(mutants[1:])
+        rng.shuffle(others)
+        for other in others[:4]:
+            merged = merge_mutants(row.source, [mutants[0].text, other.text], 2)
+            if merged is None:
+                continue
+            wrong = minimal_edit(
+                self.tokenizer, broken_ids, self.tokenizer.encode(file_text(row.imports, merged[0]))
+            )
+            if wrong is not None and wrong != right:
+                return wrong
+        return None
+
+    def _prompt(
+        self,
+        episode: Episode,
+        row: CorpusRow,
+        broken: str,
+        broken_ids: list[int],
+        instruction: str,
+        edits: Sequence[tuple[list[int], list[int]]],
+    ) -> None:
+        """Opening prompt; the file's text is a light target, except where it is broken."""
+        files = [(file_name(row.module), broken)]
+        ids, spans = first_prompt(self.tokenizer, system=SYSTEM_TEXT, instruction=instruction, files=files)
+        end = next(span.end for span in reversed(spans) if span.kind is SpanKind.USER) - 1
+        begin = end - len(broken_ids)
+        weights = [0.0] * len(ids)
+        weights[begin : end + 1] = [self.mix.prompt_weight] * (len(broken_ids) + 1)
+        for old, _ in edits:
+            place = next(i for i in range(len(broken_ids)) if broken_ids[i : i + len(old)] == old)
+            weights[begin + place : begin + place + len(old)] = [0.0] * len(old)
+        episode.add(ids, weights)
+
+    def _edit_action(self, edit: tuple[list[int], list[int]]) -> list[int]:
+        old, new = edit
+        return [self._edit, self._old, *old, self._new, *new, self._end]
+
+    def _act(
+        self,
+        episode: Episode,
+        action: list[int],
+        results: list[str] | None,
+        *,
+        weight: float | None = None,
+        edit: bool = False,
+    ) -> None:
+        """An action and what its calls answered; `results` None ends the episode."""
+        episode.add(action, self.mix.action_weight if weight is None else weight, edit=edit)
+        if results is not None:
+            ids, _ = append_results(self.tokenizer, action, results, start=len(episode.ids))
+            episode.add(ids, 0.0)
+
+
+def _change(source: Sequence[str], other: Sequence[str]) -> tuple[int, int, list[str]]:
+    """(first line, end line, replacement) that turns `source` into `other`."""
+    limit = min(len(source), len(other))
+    head = 0
+    while head < limit and source[head] == other[head]:
+        head += 1
+    tail = 0
+    while tail < limit - head and source[-1 - tail] == other[-1 - tail]:
+        tail += 1
+    return head, len(source) - tail, list(other[head : len(other) - tail])
+
+
+def merge_mutants(source: str, mutants: Sequence[str], count: int) -> tuple[str, list[str]] | None:
+    """Puts the changes of `count` mutants, the first ones whose lines do not touch, into one text.
+
+    Returns the text with all bugs, and for each bug, top to bottom, the text in which only that one is repaired. None when there
+    are not that many apart.
+    """
+    lines = source.split("\n")
+    changes: list[tuple[int, int, list[str]]] = []
+    for mutant in mutants:
+        begin, end, new = _change(lines, mutant.split("\n"))
+        if all(end < other[0] or begin > other[1] for other in changes):
+            changes.append((begin, end, new))
+        if len(changes) == count:
+            break
+    if len(changes) < count:
+        return None
+    changes.sort(key=lambda change: change[0])
+
+    def apply(chosen: Sequence[tuple[int, int, list[str]]]) -> str:
+        out = list(lines)
+        for begin, end, new in reversed(chosen):
+            out[begin:end] = new
+        return "\n".join(out)
+
+    return apply(changes), [apply(changes[:index] + changes[index + 1 :]) for index in range(count)]
+
+
+def episodes(maker: EpisodeMaker, seed: int, start: int = 0) -> Iterator[Episode]:
+    """Endless episodes from number `start` on: rows in a fresh random order each epoch, each episode its own random generator."""
+    size = len(maker.rows)
+    epoch, order = -1, list[int]()
+    number = start
+    while True:
+        if number // size != epoch:
+            epoch = number // size
+            order = list(range(size))
+            random.Random(f"{seed}/epoch/{epoch}").shuffle(order)
+        row = maker.rows[order[number % size]]
+        episode = maker.draw(random.Random(f"{seed}/episode/{number}"), row)
+        number += 1
+        if episode is not None:
+            yield episode
