@@ -27,7 +27,7 @@ from etude.chat.parse import Action
 from etude.chat.tokenizer import Tokenizer
 from etude.environments.pod import PodBackend
 from etude.inference.client import EngineClient
-from etude.records.errors import InfrastructureError
+from etude.records.errors import BadInput, InfrastructureError
 from etude.records.rollout import CauseClass, Generation, Rollout, StopReason, Timings, ToolCall, Verdict
 from etude.records.task import Task
 from etude.rl.config import RLConfig
@@ -77,13 +77,19 @@ async def run_rollout(
     pods: PodBackend,
     tokenizer: Tokenizer,
     options: AgentOptions,
+    resume: Rollout | None = None,
 ) -> Rollout:
     """Runs one rollout to its end and scores it. The pod and the engine session are always closed.
 
+    `resume` goes on from the records of an unfinished rollout: its tokens are kept, its changes replayed in a fresh pod
+    and compared, its budgets continued.
+
     Never raises for what a policy, a pod or an engine does: see `stop_reason`, `cause`, `error`. Raises TaskError for
-    a task that cannot be shown, BadInput for a config that does not fit, IntegrityError when an invariant broke.
+    a task that cannot be shown, BadInput for a config or a `resume` that does not fit, IntegrityError when an invariant broke.
     """
     run = _Run(task, attempt, seed, engine, pods, tokenizer, options)
+    if resume is not None:
+        run.take_over(resume)
     body = asyncio.ensure_future(run.to_the_end())
     stopped = asyncio.ensure_future(options.cancel.wait()) if options.cancel is not None else None
     try:
@@ -144,6 +150,16 @@ class _Run:
         self.started_at, self.began = options.unix_time(), options.clock()
         self.engine_s = self.verify_s = 0.0
         self.engine_retries = 0
+
+    def take_over(self, past: Rollout) -> None:
+        """Starts where the records end."""
+        for field_name, ours in (("id", self.id), ("toolset_id", self.toolset.toolset_id)):
+            if getattr(past, field_name) != ours:
+                raise BadInput("rollout to resume", field_name, getattr(past, field_name), ours)
+        self.state = self.episode.replay(past.generations, past.tool_calls)
+        self.generations, self.calls = list(past.generations), list(past.tool_calls)
+        self.bench.restore(past.tool_calls)
+        self.engine_retries = past.retries
 
     async def to_the_end(self) -> Rollout:
         verdict: Verdict | None = None
@@ -248,7 +264,7 @@ class _Run:
             diff={path: data.decode("utf-8", errors="replace") for path, data in sorted(self.changes.files.items())},
             toolset_id=self.toolset.toolset_id,
             harness_version=HARNESS_VERSION,
-            backend=self.pods.capabilities.name,
+            backend=self.pods.name,
             retries=self.engine_retries + self.bench.retries,
             timings=Timings(
                 started_at=self.started_at,

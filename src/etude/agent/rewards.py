@@ -30,7 +30,9 @@ class BehaviourReward(Protocol):
         ...
 
 
-def reward(rollout: Rollout, task: Task, config: RLConfig, behaviours: Sequence[BehaviourReward] = ()) -> dict[str, float]:
+def reward(
+    rollout: Rollout, task: Task, config: RLConfig, behaviours: Sequence[BehaviourReward] = ()
+) -> dict[str, float]:
     """Components and `total` of a verified rollout: by default success - 0.05 * min(1, C(x) / C(x_ref)).
 
     Raises BadInput when the rollout has no verdict or a behaviour no weight.

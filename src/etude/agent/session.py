@@ -158,7 +158,9 @@ class EngineSession:
         if end.sampled != len(sampled):
             raise EngineError(f"{len(sampled)} of {end.sampled} sampled tokens arrived")
         if end.session_length != len(prompt) + len(sampled):
-            raise IntegrityError(f"the engine's session holds {end.session_length} ids, not {len(prompt)}+{len(sampled)}")
+            raise IntegrityError(
+                f"the engine's session holds {end.session_length} ids, not {len(prompt)}+{len(sampled)}"
+            )
         routes = None
         if math.prod(end.routes_shape_tail) > 0:
             rows = self._routes.add(end)
@@ -166,7 +168,9 @@ class EngineSession:
         masks = None
         if end.masks:
             shape = (len(sampled), math.ceil(self._vocab_size / 8))
-            masks = self._keep(zstandard.decompress(end.masks, max_output_size=max(1, math.prod(shape))), "uint8", shape)
+            masks = self._keep(
+                zstandard.decompress(end.masks, max_output_size=max(1, math.prod(shape))), "uint8", shape
+            )
         self._held = prompt + sampled
         return Sampled(
             token_ids=sampled,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -38,7 +38,7 @@ class AgentState:
     malformed_in_a_row: int = 0
     well_formed: bool = True
     edits_tried: tuple[tuple[str, str], ...] = ()
-    effort: Effort = Effort()
+    effort: Effort = field(default_factory=Effort)
     stop: StopReason | None = None
 
 

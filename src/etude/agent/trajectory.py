@@ -86,7 +86,9 @@ def result_text(call: ToolCall) -> str:
 def verdict_text(verdict: Verdict) -> str:
     """One line about the hidden checks."""
     word = "solved" if verdict.success else "not solved"
-    return f"{word}: {verdict.passed} of {verdict.total} hidden checks" + (f" ({verdict.detail})" if verdict.detail else "")
+    return f"{word}: {verdict.passed} of {verdict.total} hidden checks" + (
+        f" ({verdict.detail})" if verdict.detail else ""
+    )
 
 
 def ending_text(rollout: Rollout) -> str:

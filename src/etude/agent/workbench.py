@@ -7,19 +7,23 @@ results always in the order of the calls) and hands out what the agent changed. 
 from __future__ import annotations
 
 import asyncio
-import io
-import tarfile
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from etude.agent.config import AgentConfig
-from etude.agent.tools.registry import NOT_RUN, Prepared, ToolCallFault, ToolSet, refused, told
+from etude.agent.tools.registry import MALFORMED, NOT_RUN, Prepared, ToolCallFault, ToolSet, refused, told
 from etude.chat.parse import ParsedCall
 from etude.chat.tokenizer import Tokenizer
-from etude.environments.pod import Pod, PodBackend, PodSpec
+from etude.environments.pod import Pod, PodBackend, PodRefused, PodSpec
 from etude.records.errors import InfrastructureError, PodLost
 from etude.records.rollout import ToolCall
 from etude.records.task import Limits, Task
+
+CLOSE_S = 30.0
+"""Longest wait for a pod to hand out its files, and for it to end."""
+_HARNESS_FAULTS = frozenset({"bad_request", "unknown_verb", "no_hello", "version_mismatch", "result_gone"})
+"""Refusals by the pod's agent that no tool call of a policy can cause."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,13 @@ class Workbench:
     def retries(self) -> int:
         """Pods beyond the first."""
         return max(0, self._started - 1)
+
+    def restore(self, calls: Sequence[ToolCall]) -> None:
+        """Takes over the calls of a rollout's records: the first pod then replays the changes among them."""
+        for call in calls:
+            prepared = self._toolset.check_arguments(call.name, call.arguments, self._task)
+            if isinstance(prepared, Prepared) and prepared.name != "finish" and call.error not in (MALFORMED, NOT_RUN):
+                self._done.append((prepared, call))
 
     async def run(self, calls: Sequence[ParsedCall], *, generation: int, time_left_s: float) -> list[ToolCall]:
         """Runs the calls of one action; one record per call, in their order. Raises InfrastructureError.
@@ -118,14 +129,19 @@ class Workbench:
     async def _one(self, prepared: Prepared, generation: int, left_s: float) -> ToolCall:
         assert self._pod is not None
         timeout_s = max(0.05, min(self._limits.tool_timeout_s, left_s))
-        options = {**self._toolset.options_of(prepared.name), "timeout_s": timeout_s}
+        options = {**self._toolset.options_of(prepared.name), "timeout_ms": int(timeout_s * 1000)}
         began = self._clock()
+        reply: dict[str, object]
         try:
             reply = await asyncio.wait_for(
                 self._pod.call(prepared.name, prepared.arguments, options), timeout_s + self._config.pod_grace_s
             )
         except TimeoutError:
             raise PodLost(f"{prepared.name}: no answer within {timeout_s + self._config.pod_grace_s} s") from None
+        except PodRefused as refusal:
+            if refusal.error in _HARNESS_FAULTS:
+                raise InfrastructureError(f"{prepared.name}: {refusal}") from refusal
+            reply = {"ok": False, "error": refusal.error, "text": ""}
         return told(
             prepared,
             reply,
@@ -153,6 +169,8 @@ class Workbench:
             self._pod = await asyncio.wait_for(self._pods.create(spec), self._config.pod_start_s)
         except TimeoutError:
             raise PodLost(f"pod did not start within {self._config.pod_start_s} s") from None
+        except InfrastructureError as error:
+            raise PodLost(str(error)) from error  # nothing has run in it, so another one may be tried
         finally:
             self.pod_s += self._clock() - began
         for prepared, recorded in self._done:
@@ -178,22 +196,32 @@ class Workbench:
         while True:
             try:
                 pod = await self._open()
-                return await asyncio.wait_for(self._take(pod), self._config.pod_start_s)
+                return await asyncio.wait_for(self._take(pod), CLOSE_S)
             except TimeoutError:
                 await self._abandon(PodLost("reading the changed files took too long"))
             except PodLost as lost:
                 await self._abandon(lost)
 
     async def _take(self, pod: Pod) -> Changes:
+        # Nothing that the agent left running may write while its files are read.
+        await pod.signal("all", signal.SIGKILL)
         files: dict[str, bytes] = {}
         problems: dict[str, str] = {}
         for path in self._task.allowed_changes:
-            found = regular_file(await pod.tar_out([path]), path, self._config.changed_file_bytes)
-            if isinstance(found, str):
-                if found != "missing" or path in self._task.environment:
-                    problems[path] = found
-            elif found != self._task.environment.get(path):
-                files[path] = found
+            original = self._task.environment.get(path)
+            try:
+                found = await pod.stat(path)
+                if found.kind != "file":
+                    problems[path] = "not a regular file"
+                elif found.size > self._config.changed_file_bytes:
+                    problems[path] = f"larger than {self._config.changed_file_bytes} bytes"
+                else:
+                    data = await pod.read(path, limit=self._config.changed_file_bytes)
+                    if data != original:
+                        files[path] = data
+            except PodRefused as refusal:
+                if refusal.error != "not_found" or original is not None:
+                    problems[path] = refusal.error.replace("_", " ")
         return Changes(files, problems)
 
     async def close(self) -> None:
@@ -201,24 +229,6 @@ class Workbench:
         pod, self._pod = self._pod, None
         if pod is not None:
             try:
-                await asyncio.wait_for(pod.close(), self._config.pod_start_s)
+                await asyncio.wait_for(pod.close(), CLOSE_S)
             except (InfrastructureError, TimeoutError):
                 pass
-
-
-def regular_file(archive: bytes, path: str, limit: int) -> bytes | str:
-    """The bytes of `path` in a tar, or why it is none that a verifier would take."""
-    try:
-        with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-            for member in tar:
-                if member.name.removeprefix("./").strip("/") != path:
-                    continue
-                if not member.isreg():
-                    return "not a regular file"
-                if member.size > limit:
-                    return f"larger than {limit} bytes"
-                content = tar.extractfile(member)
-                return content.read() if content is not None else "unreadable"
-    except tarfile.TarError as error:
-        return f"unreadable ({error})"
-    return "missing"

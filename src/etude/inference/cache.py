@@ -57,7 +57,12 @@ class SessionTable:
     """
 
     def __init__(
-        self, slots: int, max_tokens: int, routes_tail: tuple[int, int], routes_dtype: str, free_pages: Callable[[int, int], None]
+        self,
+        slots: int,
+        max_tokens: int,
+        routes_tail: tuple[int, int],
+        routes_dtype: str,
+        free_pages: Callable[[int, int], None],
     ) -> None:
         self.slots, self.max_tokens = slots, max_tokens
         self.routes: Routes = np.zeros((slots, max_tokens, *routes_tail), dtype=np.dtype(routes_dtype))
@@ -85,13 +90,12 @@ class SessionTable:
         session.last_used = now
         self._sessions.move_to_end(session.id)
 
-    def open(self, session_id: str, now: float) -> Session | None:
-        """A new session, in a free slot or in that of the least recently used idle session; None when all are running."""
-        if not self._free:
-            victim = next((session for session in self._sessions.values() if session.idle), None)
-            if victim is None:
-                return None
-            self.close(victim)
+    def evictable(self) -> Session | None:
+        """The idle session used least recently, or None when all are running."""
+        return next((session for session in self._sessions.values() if session.idle), None)
+
+    def open(self, session_id: str, now: float) -> Session:
+        """A new session in a free slot; the caller has seen to it that there is one."""
         session = Session(session_id, self._free.pop(), now)
         self._sessions[session_id] = session
         return session

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from typing import Any, Protocol
 
 import httpx
@@ -69,7 +70,7 @@ class EngineClient(Protocol):
 class InProcessEngine(Protocol):
     """What `LocalEngineClient` needs of an engine (`inference.engine.Engine`)."""
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[StreamMessage]: ...
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[StreamMessage, None]: ...
     async def apply(self, request: ApplyRequest) -> ApplyReply: ...
     async def health(self, *, verify: bool = False) -> Health: ...
     async def drain(self) -> None: ...
@@ -82,16 +83,17 @@ class LocalEngineClient:
     def __init__(self, engine: InProcessEngine) -> None:
         self._engine = engine
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerationEvent]:
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerationEvent, None]:
         """See `EngineClient.generate`."""
-        async for message in self._engine.generate(request):
-            if isinstance(message, TokenRun):
-                for event in message.events():
-                    yield event
-            elif isinstance(message, EngineFault):
-                raise fault_error(message)
-            else:
-                yield message
+        async with aclosing(self._engine.generate(request)) as messages:
+            async for message in messages:
+                if isinstance(message, TokenRun):
+                    for event in message.events():
+                        yield event
+                elif isinstance(message, EngineFault):
+                    raise fault_error(message)
+                else:
+                    yield message
 
     async def apply(self, request: ApplyRequest) -> ApplyReply:
         """See `EngineClient.apply`."""
@@ -128,7 +130,7 @@ class HttpEngineClient:
             trust_env=False,
         )
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerationEvent]:
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerationEvent, None]:
         """See `EngineClient.generate`."""
         body = msgspec.msgpack.encode(request)
         yielded, lost = 0, 0

@@ -101,13 +101,13 @@ class Job:
                 sink.send(messages)
 
     def attach(self, sink: Sink) -> None:
-        """Adds a reader, which first gets all that was sent before."""
-        self.sinks.append(sink)
-        messages = self.run(0, self.flushed)
+        """Adds a reader, which first gets all that was sent before; an ended job sends all it has."""
         if self.end is not None:
-            messages = [*self.run(0, len(self.token_ids)), self.end]
-        if messages:
-            sink.send(messages)
+            sink.send([*self.run(0, len(self.token_ids)), self.end])
+            return
+        self.sinks.append(sink)
+        if sent := self.run(0, self.flushed):
+            sink.send(sent)
 
     def packed_masks(self) -> bytes:
         """zstd of uint8 [sampled, ceil(vocab / 8)], or empty without a grammar."""
@@ -118,7 +118,9 @@ def new_job(request: GenerateRequest, *, vocab_size: int, max_tokens: int, gramm
     """A job for a request, checked as far as the request alone allows. Raises EngineRefused (bad_request, too_long)."""
 
     def refuse(name: str, value: object, expected: str) -> EngineRefused:
-        return EngineRefused(FaultKind.BAD_REQUEST, str(BadInput(request.request_id or "request", name, value, expected)))
+        return EngineRefused(
+            FaultKind.BAD_REQUEST, str(BadInput(request.request_id or "request", name, value, expected))
+        )
 
     if not request.request_id or not request.session_id:
         raise refuse("request_id, session_id", (request.request_id, request.session_id), "two names")

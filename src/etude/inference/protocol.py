@@ -187,7 +187,7 @@ class EngineRefused(EngineError):
     """An `EngineFault` as an exception; `kind` says which."""
 
     def __init__(self, kind: FaultKind, message: str) -> None:
-        self.kind = kind
+        self.kind, self.message = kind, message
         super().__init__(f"{kind}: {message}")
 
 

@@ -47,44 +47,56 @@ class Sampler(Protocol):
     """A strategy that picks the next token of each row."""
 
     def sample(
-        self, logits_BV: Doubles, temperature_B: Doubles, uniform_B: Doubles, allowed_BV: Bools | None, rows: Sequence[SampleRow]
+        self,
+        logits_BV: Doubles,
+        temperature_B: Doubles,
+        uniform_B: Doubles,
+        allowed_BV: Bools | None,
+        rows: Sequence[SampleRow],
     ) -> tuple[Ints, Doubles]:
         """Token ids int64 [B] and their log-probabilities float64 [B]."""
         ...
 
 
-def log_probs(logits_BV: Doubles, temperature_B: Doubles, allowed_BV: Bools | None) -> Doubles:
-    """float64 [B, V] log-probabilities of the sampling distribution; -inf where masked. Temperature 0 counts as 1 here."""
+def scaled_logits(logits_BV: Doubles, temperature_B: Doubles, allowed_BV: Bools | None) -> Doubles:
+    """float64 [B, V]: logits over temperature (0 counts as 1 here), -inf where masked, the largest of a row at 0."""
     scale_B = np.where(temperature_B > 0, temperature_B, 1.0)
     scaled_BV = logits_BV / scale_B[:, None]
     if allowed_BV is not None:
-        scaled_BV = np.where(allowed_BV, scaled_BV, -np.inf)
+        scaled_BV[~allowed_BV] = -np.inf
     scaled_BV -= scaled_BV.max(axis=1, keepdims=True)
-    return scaled_BV - np.log(np.exp(scaled_BV).sum(axis=1, keepdims=True))
+    return scaled_BV
 
 
-def draw(logp_BV: Doubles, uniform_B: Doubles) -> Ints:
-    """Inverse CDF: the first id whose cumulative probability exceeds the uniform; int64 [B]."""
-    cumulative_BV = np.exp(logp_BV).cumsum(axis=1)
-    target_B = uniform_B * cumulative_BV[:, -1]
-    # Clipped to the first id that reaches the total, so that rounding never picks an id of probability 0.
-    last_B = (cumulative_BV < cumulative_BV[:, -1:]).sum(axis=1)
-    return np.minimum((cumulative_BV <= target_B[:, None]).sum(axis=1), last_B).astype(np.int64)
+def draw(cumulative_BV: Doubles, uniform_B: Doubles) -> Ints:
+    """Inverse CDF: the first id whose cumulative weight exceeds uniform * total; int64 [B]."""
+    ids_B = np.empty(len(uniform_B), dtype=np.int64)
+    for i, (cumulative_V, uniform) in enumerate(zip(cumulative_BV, uniform_B)):
+        total = cumulative_V[-1]
+        # Clipped to the first id that reaches the total, so that rounding never picks an id of probability 0.
+        ids_B[i] = min(cumulative_V.searchsorted(uniform * total, "right"), cumulative_V.searchsorted(total))
+    return ids_B
 
 
 class CategoricalSampler:
     """Seeded sampling; greedy (first of equals) at temperature 0."""
 
     def sample(
-        self, logits_BV: Doubles, temperature_B: Doubles, uniform_B: Doubles, allowed_BV: Bools | None, rows: Sequence[SampleRow]
+        self,
+        logits_BV: Doubles,
+        temperature_B: Doubles,
+        uniform_B: Doubles,
+        allowed_BV: Bools | None,
+        rows: Sequence[SampleRow],
     ) -> tuple[Ints, Doubles]:
         """See `Sampler.sample`."""
-        logp_BV = log_probs(logits_BV, temperature_B, allowed_BV)
-        ids_B = draw(logp_BV, uniform_B)
+        scaled_BV = scaled_logits(logits_BV, temperature_B, allowed_BV)
+        cumulative_BV = np.exp(scaled_BV).cumsum(axis=1)
+        ids_B = draw(cumulative_BV, uniform_B)
         greedy_B = temperature_B <= 0
         if greedy_B.any():
-            ids_B[greedy_B] = logp_BV[greedy_B].argmax(axis=1)
-        return ids_B, logp_BV[np.arange(len(ids_B)), ids_B]
+            ids_B[greedy_B] = scaled_BV[greedy_B].argmax(axis=1)
+        return ids_B, scaled_BV[np.arange(len(ids_B)), ids_B] - np.log(cumulative_BV[:, -1])
 
 
 class ScriptedSampler:
@@ -98,16 +110,21 @@ class ScriptedSampler:
         self._free = CategoricalSampler()
 
     def sample(
-        self, logits_BV: Doubles, temperature_B: Doubles, uniform_B: Doubles, allowed_BV: Bools | None, rows: Sequence[SampleRow]
+        self,
+        logits_BV: Doubles,
+        temperature_B: Doubles,
+        uniform_B: Doubles,
+        allowed_BV: Bools | None,
+        rows: Sequence[SampleRow],
     ) -> tuple[Ints, Doubles]:
         """See `Sampler.sample`."""
         ids_B, logp_B = self._free.sample(logits_BV, temperature_B, uniform_B, allowed_BV, rows)
-        logp_BV = log_probs(logits_BV, temperature_B, allowed_BV)
+        scaled_BV = scaled_logits(logits_BV, temperature_B, allowed_BV)
         for i, row in enumerate(rows):
             forced = self._script(row)
             if forced is None:
                 continue
-            if not 0 <= forced < logits_BV.shape[1] or not np.isfinite(logp_BV[i, forced]):
+            if not 0 <= forced < logits_BV.shape[1] or scaled_BV[i, forced] == -np.inf:
                 raise BadInput(row.request_id, f"scripted token {row.index}", forced, "an id that the masks allow")
-            ids_B[i], logp_B[i] = forced, logp_BV[i, forced]
+            ids_B[i], logp_B[i] = forced, scaled_BV[i, forced] - np.log(np.exp(scaled_BV[i]).sum())
         return ids_B, logp_B

@@ -1,6 +1,6 @@
 """Continuous batching: which sessions go into the next forward call, and what becomes of its logits.
 
-Synchronous and confined to one thread. Each step feeds waiting prompts in ragged prefills, then decodes every session
+Synchronous and confined to one thread. Each step feeds waiting prompts in one ragged prefill, then decodes every session
 that has one id to feed, then samples for all. Everything that outside callers ask (`admit`, `detach`, `close_session`,
 `swap`) happens between two steps, so a step sees one version of the weights. Knows nothing of threads or sockets.
 """
@@ -20,13 +20,11 @@ from etude.inference.jobs import Job, JobState, Ledger, Sink, fault_job
 from etude.inference.protocol import EngineFault, FaultKind, Finish, GenerateEnd, SwapMode, prefix_digest
 from etude.inference.sampler import Bools, Doubles, Sampler, SampleRow
 from etude.inference.weights import LiveWeights
+from etude.model.cache import KVCache
 from etude.model.decoder import Decoder
-from etude.model.attention import KVCache
 from etude.records.errors import IntegrityError
 
 EMPTY_DIGEST = prefix_digest(())
-_SHORT_PROMPT = 64
-"""Prefills up to this length share a call whatever their lengths; longer ones share it within a factor of two."""
 
 
 class Scheduler:
@@ -37,11 +35,10 @@ class Scheduler:
         self.weights, self.config, self.sampler, self.engine_id = weights, config, sampler, engine_id
         self.vocab_size = model.vocab_size
         self.cache = KVCache(model, config.slots, config.max_session_tokens)
-        layers = model.num_hidden_layers - model.first_k_dense_replace
         self.table = SessionTable(
             config.slots,
             config.max_session_tokens,
-            (layers, model.num_experts_per_tok),
+            (model.num_moe_layers, model.num_experts_per_tok),
             "uint8" if model.n_routed_experts <= 256 else "uint16",
             self.cache.truncate,
         )
@@ -67,7 +64,9 @@ class Scheduler:
                 known.attach(sink)
                 self._resume(known, now)
                 return
-            fault = EngineFault(FaultKind.BAD_REQUEST, f"request_id {job.request.request_id} was used for another request")
+            fault = EngineFault(
+                FaultKind.BAD_REQUEST, f"request_id {job.request.request_id} was used for another request"
+            )
         elif self.draining:
             fault = EngineFault(FaultKind.DRAINING, f"engine {self.engine_id} is being drained")
         else:
@@ -82,13 +81,15 @@ class Scheduler:
         request = job.request
         session = self.table.get(request.session_id)
         if any(waiting.request.session_id == request.session_id for waiting in self.waiting):
-            return EngineFault(FaultKind.BAD_REQUEST, f"session {request.session_id} already waits with another request")
+            return EngineFault(
+                FaultKind.BAD_REQUEST, f"session {request.session_id} already waits with another request"
+            )
         if session is None and request.prefix_digest != EMPTY_DIGEST:
             return EngineFault(FaultKind.PREFIX_MISMATCH, f"session {request.session_id} is not held here")
         if session is None and not request.new_token_ids:
             return EngineFault(FaultKind.BAD_REQUEST, f"session {request.session_id} would begin without a token")
         if session is None:
-            session = self.table.open(request.session_id, now)
+            session = self._open(request.session_id, now)
             if session is None:
                 if len(self.waiting) >= self.config.queue_limit:
                     return EngineFault(FaultKind.BUSY, f"{self.config.slots} sessions run and {len(self.waiting)} wait")
@@ -120,6 +121,16 @@ class Scheduler:
         self._abandon(session)
         self.table.truncate(session, match)
         return None
+
+    def _open(self, session_id: str, now: float) -> Session | None:
+        """A new session in a free slot or in that of the idle session used least recently; None when all are running."""
+        if not self.table.free_slots:
+            victim = self.table.evictable()
+            if victim is None:
+                return None
+            self._abandon(victim)
+            self.table.close(victim)
+        return self.table.open(session_id, now)
 
     def _abandon(self, session: Session) -> None:
         if session.job is not None:
@@ -214,7 +225,11 @@ class Scheduler:
     def sweep(self, now: float) -> None:
         """Frees sessions idle for too long and rolls back generations whose client did not come back."""
         for session in self.table:
-            if session.suspended and session.job is not None and now - session.last_used > self.config.reconnect_grace_s:
+            if (
+                session.suspended
+                and session.job is not None
+                and now - session.last_used > self.config.reconnect_grace_s
+            ):
                 base = session.job.base
                 self._abandon(session)
                 self.table.truncate(session, base)
@@ -231,13 +246,14 @@ class Scheduler:
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def step(self, now: float) -> bool:
-        """One round: prefills, then a decode of every session that has one id to feed. False when nothing runs."""
-        while self.waiting and (session := self.table.open(self.waiting[0].request.session_id, now)) is not None:
+        """One round: a ragged prefill, then a decode of every session that has one id to feed. False when nothing runs."""
+        while self.waiting and (session := self._open(self.waiting[0].request.session_id, now)) is not None:
             self._start(self.waiting.popleft(), session, now)
         if not self.running:
             return False
-        for batch in self._prefills():
-            self._advance(batch, now)
+        prompts = self._prefill()
+        if prompts:
+            self._advance(prompts, now)
         decoding = [session for session in self._sessions() if session.pending == 1]
         if decoding:
             self._advance(decoding, now)
@@ -247,22 +263,15 @@ class Scheduler:
     def _sessions(self) -> list[Session]:
         return [job.session for job in self.running.values() if job.session is not None]
 
-    def _prefills(self) -> list[list[Session]]:
-        """Groups of sessions with several ids to feed, of like length, each at most `prefill_tokens` with its padding."""
-        classes: dict[int, list[Session]] = {}
+    def _prefill(self) -> list[Session]:
+        """Sessions with several ids to feed, oldest request first, up to `prefill_tokens` together (at least one)."""
+        batch: list[Session] = []
+        budget = self.config.prefill_tokens
         for session in self._sessions():
-            if session.pending > 1:
-                classes.setdefault(max(session.pending - 1, _SHORT_PROMPT - 1).bit_length(), []).append(session)
-        batches = []
-        for members in classes.values():
-            batch: list[Session] = []
-            for session in members:
-                width = max([session.pending, *(other.pending for other in batch)])
-                if batch and width * (len(batch) + 1) > self.config.prefill_tokens:
-                    break
+            if session.pending > 1 and (not batch or session.pending <= budget):
                 batch.append(session)
-            batches.append(batch)
-        return batches
+                budget -= session.pending
+        return batch
 
     def _advance(self, sessions: Sequence[Session], now: float) -> None:
         """Feeds each session its pending ids (as many as one call takes) and samples for those that are then complete."""
@@ -301,7 +310,9 @@ class Scheduler:
             allowed_BV = np.ones(logits_BV.shape, dtype=np.bool_)
             for i, job in enumerate(jobs):
                 if job.grammar is not None:
-                    allowed_BV[i] = job.grammar.allowed()
+                    mask = job.grammar.allowed()
+                    # The model's vocabulary may be padded past the tokenizer's.
+                    allowed_BV[i, : len(mask)], allowed_BV[i, len(mask) :] = mask, False
             packed_BW = np.packbits(allowed_BV, axis=1)
             for job, packed_W in zip(jobs, packed_BW):
                 if job.grammar is not None:

@@ -29,7 +29,9 @@ def live_digest(decoder: Decoder) -> str:
     for name, exact in hf_state(decoder, dtype=torch.float32).items():
         rounded = published[name]
         if not torch.equal(rounded.to(torch.float32), exact):
-            raise IntegrityError(f"live tensor {name} holds values that {rounded.dtype} cannot; the digest would not see them")
+            raise IntegrityError(
+                f"live tensor {name} holds values that {rounded.dtype} cannot; the digest would not see them"
+            )
         digests[name] = tensor_digest(name, rounded)
     return root_digest(digests)
 
@@ -47,7 +49,9 @@ class LiveWeights:
         """Raises IntegrityError when the live tensors are not those of the version served."""
         found = live_digest(self.decoder)
         if found != self.digest:
-            raise IntegrityError(f"live tensors of version {self.policy_version} have digest {found}, not {self.digest}")
+            raise IntegrityError(
+                f"live tensors of version {self.policy_version} have digest {found}, not {self.digest}"
+            )
 
     def stage(self, tensors: Mapping[str, torch.Tensor]) -> Decoder:
         """A decoder with those weights, apart from the live one. Raises what the strict load raises."""
@@ -68,7 +72,9 @@ class LiveWeights:
         try:
             found = live_digest(self.decoder)
             if found != digest:
-                raise IntegrityError(f"version {policy_version} is live with digest {found}; its manifest says {digest}")
+                raise IntegrityError(
+                    f"version {policy_version} is live with digest {found}; its manifest says {digest}"
+                )
         except IntegrityError:
             self.decoder = outgoing
             raise

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from etude.model.config import ModelConfig
-from etude.model.layout import Layout
+from etude.model.layout import LatentHeads, Layout
 
 # The family's own code gives the two latent norms this epsilon whatever the config says.
 _LATENT_EPS = 1e-6
@@ -47,7 +47,9 @@ class LatentAttention(nn.Module):
             self.q_b_proj = nn.Linear(config.q_lora_rank, query_width, bias=False)
         self.kv_a_proj_with_mqa = nn.Linear(width, config.kv_lora_rank + config.qk_rope_head_dim, bias=False)
         self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, _LATENT_EPS)
-        self.kv_b_proj = nn.Linear(config.kv_lora_rank, heads * (config.qk_nope_head_dim + config.v_head_dim), bias=False)
+        self.kv_b_proj = nn.Linear(
+            config.kv_lora_rank, heads * (config.qk_nope_head_dim + config.v_head_dim), bias=False
+        )
         self.o_proj = nn.Linear(heads * config.v_head_dim, width, bias=False)
 
     def forward(self, x_MD: Tensor, cos_MR: Tensor, sin_MR: Tensor, layer: int, layout: Layout) -> Tensor:
@@ -60,21 +62,26 @@ class LatentAttention(nn.Module):
             query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_MD)))
         q_nope, q_rope = query.view(-1, heads, config.qk_head_dim).split((nope, rope), -1)
         latent, k_rope = self.kv_a_proj_with_mqa(x_MD).split((config.kv_lora_rank, rope), -1)
-        expanded = self.kv_b_proj(self.kv_a_layernorm(latent)).view(-1, heads, nope + config.v_head_dim)
-        k_nope, v_MHV = expanded.split((nope, config.v_head_dim), -1)
         cos, sin = cos_MR[:, None], sin_MR[:, None]
-        q_MHK = torch.cat((q_nope, *self._rotate(q_rope, cos, sin)), -1)
-        turned = (half.expand(-1, heads, -1) for half in self._rotate(k_rope[:, None], cos, sin))
-        k_MHK = torch.cat((k_nope, *turned), -1)
-        return self.o_proj(layout.attend(layer, q_MHK, k_MHK, v_MHV).flatten(1))  # type: ignore[no-any-return]
+        output_MHV = layout.attend(
+            layer,
+            LatentHeads(
+                q_nope_MHn=q_nope,
+                q_rope_MHr=self._rotate(q_rope, cos, sin),
+                latent_MC=self.kv_a_layernorm(latent),
+                k_rope_Mr=self._rotate(k_rope[:, None], cos, sin).squeeze(1),
+                expansion_HOC=self.kv_b_proj.weight.unflatten(0, (heads, -1)),
+            ),
+        )
+        return self.o_proj(output_MHV.flatten(1))  # type: ignore[no-any-return]
 
-    def _rotate(self, x_MHr: Tensor, cos_M1R: Tensor, sin_M1R: Tensor) -> tuple[Tensor, Tensor]:
+    def _rotate(self, x_MHr: Tensor, cos_M1R: Tensor, sin_M1R: Tensor) -> Tensor:
         # Queries and keys are both left with the pairs' first halves before the second: their product is the same.
         if self.config.rope_interleave:
             a, b = x_MHr.unflatten(-1, (-1, 2)).unbind(-1)
         else:
             a, b = x_MHr.chunk(2, -1)
-        return a * cos_M1R - b * sin_M1R, b * cos_M1R + a * sin_M1R
+        return torch.cat((a * cos_M1R - b * sin_M1R, b * cos_M1R + a * sin_M1R), -1)
 
 
 def rotary_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,10 @@
-"""Keys and values of running sequences in fixed slots, and attention over them for ragged batches.
+"""Latents of running sequences in fixed slots, and attention over them for ragged batches.
 
-Holds expanded keys and values as they were computed: a slot keeps its pages when the weights change under it (DESIGN 9, mode
-`keep`). Which session owns a slot, and when it is given up, is the engine's business. Not safe for concurrent use.
+A slot holds what MLA caches: the normalised latent and the rotated shared key of each token and layer, as they were computed
+(DESIGN 9, mode `keep`); the current weights expand them. Which session owns a slot, and when it is given up, is the
+engine's business. Not safe for concurrent use. Source: DeepSeek-V2 section 2.1 (weight absorption when decoding).
 
-Shapes: S slots, X capacity in tokens, M computed tokens, H heads, K query/key width, V value width.
+Shapes: S slots, X capacity in tokens, M computed tokens, H heads, C latent width, W = C + rotary width, V value width.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from etude.model.config import ModelConfig
-from etude.model.layout import padded_attention
+from etude.model.layout import LatentHeads, expand_latents, padded_attention
 from etude.records.errors import BadInput
 
 
@@ -34,12 +35,15 @@ class KVCache:
         if slots < 1:
             raise BadInput("key-value cache", "slots", slots, "at least 1")
         self.slots, self.max_tokens = slots, max_tokens
-        shape = (slots, config.num_attention_heads, max_tokens)
-        layers = range(config.num_hidden_layers)
-        self.keys = [torch.zeros(*shape, config.qk_head_dim, dtype=dtype, device=device) for _ in layers]
-        self.values = [torch.zeros(*shape, config.v_head_dim, dtype=dtype, device=device) for _ in layers]
+        width = config.kv_lora_rank + config.qk_rope_head_dim
+        self.pages_LSXW = torch.zeros(config.num_hidden_layers, slots, max_tokens, width, dtype=dtype, device=device)
+        """What is stored; at a slot's length and beyond it is stale."""
         self.lengths = torch.zeros(slots, dtype=torch.int64)
-        """Tokens held by each slot; int64 on the CPU. Changed by `Decoder.extend`, `truncate` and `free` only."""
+        """Tokens held by each slot; int64 on the CPU. Changed by `Decoder.extend`, `truncate`, `copy` and `free` only."""
+        # Views made once: making them anew costs more than the small products of a decode step.
+        self._flat_L = [pages.flatten(0, 1) for pages in self.pages_LSXW]
+        self._keys_LS = [[page.t() for page in pages] for pages in self.pages_LSXW]
+        self._latents_LS = [[page[:, : config.kv_lora_rank] for page in pages] for pages in self.pages_LSXW]
 
     def truncate(self, slot: int, n: int) -> None:
         """Forget all but the first `n` tokens of a slot."""
@@ -51,6 +55,14 @@ class KVCache:
     def free(self, slot: int) -> None:
         """Empty a slot."""
         self.lengths[self._checked(slot)] = 0
+
+    def copy(self, source: int, target: int, n: int) -> None:
+        """Make `target` hold the first `n` tokens of `source`, so that a shared prompt is computed once."""
+        held = int(self.lengths[self._checked(source)])
+        if not 0 <= n <= held:
+            raise BadInput("key-value cache", f"tokens to copy from slot {source}", n, f"0 to {held}")
+        self.pages_LSXW[:, self._checked(target), :n] = self.pages_LSXW[:, source, :n]
+        self.lengths[target] = n
 
     def _checked(self, slot: int) -> int:
         if not 0 <= slot < self.slots:
@@ -66,14 +78,15 @@ class CacheLayout:
 
     def __init__(self, cache: KVCache, columns: int, lengths_B: Tensor, slots_B: Tensor) -> None:
         self.cache = cache
+        self._runs: list[tuple[int, int, int, int]] = []
         held = cache.lengths.tolist()
-        self.runs: list[tuple[int, int, int]] = []
-        """(slot, tokens held before, new tokens) of each computed row, in order."""
-        tokens: list[int] = []
-        slot_M: list[int] = []
+        kept: list[int] = []
         position_M: list[int] = []
+        place_M: list[int] = []
         seen: set[int] = set()
         lengths, slots = lengths_B.tolist(), slots_B.tolist()
+        if len(lengths) != len(slots):
+            raise BadInput("decoder extend", "slots_B", f"{len(slots)} rows", f"{len(lengths)}, as lengths_B has")
         for row, (count, slot) in enumerate(zip(lengths, slots)):
             if not -1 <= slot < cache.slots:
                 raise BadInput("decoder extend", f"slots_B[{row}]", slot, f"-1 or 0 to {cache.slots - 1}")
@@ -85,47 +98,74 @@ class CacheLayout:
                 raise BadInput("decoder extend", f"slots_B[{row}]", slot, "each slot once")
             seen.add(slot)
             start = held[slot]
-            if start + count > cache.max_tokens:
+            end = start + count
+            if end > cache.max_tokens:
                 expected = f"at most {cache.max_tokens - start} more tokens in slot {slot}, which holds {start}"
                 raise BadInput("decoder extend", f"lengths_B[{row}]", count, expected)
-            self.runs.append((slot, start, count))
-            tokens.extend(range(row * columns, row * columns + count))
-            slot_M.extend([slot] * count)
-            position_M.extend(range(start, start + count))
-        device = cache.keys[0].device
-        whole = len(tokens) == len(lengths) * columns
-        self.keep_M = None if whole else torch.tensor(tokens, dtype=torch.int64, device=device)
+            self._runs.append((len(kept), slot, start, end))
+            kept.extend(range(row * columns, row * columns + count))
+            position_M.extend(range(start, end))
+            place_M.extend(range(slot * cache.max_tokens + start, slot * cache.max_tokens + end))
+        device = cache.pages_LSXW.device
+        self.keep_M = None
+        if len(kept) < len(lengths) * columns:
+            self.keep_M = torch.tensor(kept, dtype=torch.int64, device=device)
         self.positions_M = torch.tensor(position_M, dtype=torch.int64, device=device)
-        self._slot_M = torch.tensor(slot_M, dtype=torch.int64, device=device)
+        self._place_M = torch.tensor(place_M, dtype=torch.int64, device=device)
+        singles = [at for at, _, start, end in self._runs if end - start == 1]
+        self._singles = [(slot, end) for _, slot, start, end in self._runs if end - start == 1]
+        self._single_M = None
+        if len(singles) < len(kept):
+            self._single_M = torch.tensor(singles, dtype=torch.int64, device=device)
 
-    def attend(self, layer: int, q_MHK: Tensor, k_MHK: Tensor, v_MHV: Tensor) -> Tensor:
-        """Write the new keys and values, then let every new token see its slot up to itself; [M, H, V]."""
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        keys[self._slot_M, :, self.positions_M] = k_MHK
-        values[self._slot_M, :, self.positions_M] = v_MHV
-        scaled = q_MHK * q_MHK.shape[-1] ** -0.5
-        out = torch.empty_like(v_MHV, memory_format=torch.contiguous_format)
-        at = 0
-        # One row at a time reads each slot's pages in place: gathering them into a batch would copy more than it saves.
-        for slot, start, count in self.runs:
-            end = start + count
-            if count == 1:
-                weights = torch.bmm(scaled[at].unsqueeze(1), keys[slot, :, :end].transpose(1, 2)).softmax(-1)
-                out[at] = torch.bmm(weights, values[slot, :, :end]).squeeze(1)
-            else:
-                query = q_MHK[at : at + count].transpose(0, 1)[None]
-                out[at : at + count] = self._attend_run(query, keys, values, slot, start, end)
-            at += count
-        return out
+    def attend(self, layer: int, heads: LatentHeads) -> Tensor:
+        """Write the new latents and keys, then let every new token see its slot up to itself; [M, H, V]."""
+        new_MW = torch.cat((heads.latent_MC, heads.k_rope_Mr), -1)
+        self.cache._flat_L[layer].index_copy_(0, self._place_M, new_MW)
+        if self._single_M is None:
+            return self._attend_single(layer, heads, heads.q_nope_MHn, heads.q_rope_MHr)
+        nope = heads.q_nope_MHn.shape[-1]
+        count, head_count = heads.q_nope_MHn.shape[:2]
+        out_MHV = new_MW.new_zeros(count, head_count, heads.expansion_HOC.shape[1] - nope)
+        if self._singles:
+            single = self._single_M
+            q_nope, q_rope = heads.q_nope_MHn.index_select(0, single), heads.q_rope_MHr.index_select(0, single)
+            out_MHV.index_copy_(0, single, self._attend_single(layer, heads, q_nope, q_rope))
+        for at, slot, start, end in self._runs:
+            if end - start > 1:
+                rows = slice(at, at + end - start)
+                q_MHK = torch.cat((heads.q_nope_MHn[rows], heads.q_rope_MHr[rows]), -1)
+                out_MHV[rows] = self._attend_run(layer, q_MHK, heads.expansion_HOC, nope, slot, start, end)
+        return out_MHV
 
-    def _attend_run(self, q_1HnK: Tensor, keys: Tensor, values: Tensor, slot: int, start: int, end: int) -> Tensor:
-        k, v = keys[slot : slot + 1, :, :end], values[slot : slot + 1, :, :end]
+    def _attend_single(self, layer: int, heads: LatentHeads, q_nope_mHn: Tensor, q_rope_mHr: Tensor) -> Tensor:
+        """Rows with one new token: queries go down to the latents instead of every cached latent up to the heads."""
+        nope, latent_width = q_nope_mHn.shape[-1], heads.latent_MC.shape[-1]
+        down_HnC, up_HVC = heads.expansion_HOC[:, :nope], heads.expansion_HOC[:, nope:]
+        absorbed_mHC = torch.bmm(q_nope_mHn.transpose(0, 1), down_HnC).transpose(0, 1)
+        query_mHW = torch.cat((absorbed_mHC, q_rope_mHr), -1).mul_((nope + q_rope_mHr.shape[-1]) ** -0.5)
+        keys_S, latents_S = self.cache._keys_LS[layer], self.cache._latents_LS[layer]
+        mixed_mHC = query_mHW.new_empty(*query_mHW.shape[:2], latent_width)
+        # One row at a time reads its slot in place: gathering slots into a batch would copy more than it saves.
+        for (slot, end), query_HW, mixed_HC in zip(self._singles, query_mHW.unbind(0), mixed_mHC.unbind(0)):
+            weights_HX = torch.mm(query_HW, keys_S[slot].narrow(1, 0, end)).softmax(-1)
+            torch.mm(weights_HX, latents_S[slot].narrow(0, 0, end), out=mixed_HC)
+        return torch.bmm(mixed_mHC.transpose(0, 1), up_HVC.transpose(1, 2)).transpose(0, 1)
+
+    def _attend_run(
+        self, layer: int, q_nHK: Tensor, expansion_HOC: Tensor, nope: int, slot: int, start: int, end: int
+    ) -> Tensor:
+        """A row with several new tokens: its cached latents are expanded to keys and values."""
+        page_XW = self.cache.pages_LSXW[layer, slot, :end]
+        latent_XC, k_rope_Xr = page_XW.split((expansion_HOC.shape[-1], q_nHK.shape[-1] - nope), -1)
+        k, v = expand_latents(latent_XC, k_rope_Xr, expansion_HOC, nope)
+        q, k, v = (x.transpose(0, 1)[None] for x in (q_nHK, k, v))
         if start == 0:
-            return padded_attention(q_1HnK, k, v, causal=True)[0].transpose(0, 1)
+            return padded_attention(q, k, v, causal=True)[0].transpose(0, 1)
         mask = torch.ones(end - start, end, dtype=torch.bool, device=k.device).tril(start)
-        return padded_attention(q_1HnK, k, v, mask=mask)[0].transpose(0, 1)
+        return padded_attention(q, k, v, mask=mask)[0].transpose(0, 1)
 
     def commit(self) -> None:
         """Count the new tokens as held: called once all layers have written."""
-        for slot, start, count in self.runs:
-            self.cache.lengths[slot] = start + count
+        for _, slot, _, end in self._runs:
+            self.cache.lengths[slot] = end

@@ -110,27 +110,25 @@ class ModelConfig:
         kv_heads = raw.get("num_key_value_heads")
         if kv_heads is not None and kv_heads != heads:
             raise BadInput(place, "num_key_value_heads", kv_heads, f"num_attention_heads = {heads} (as MLA has it)")
-        for field, fine in _ONLY:
-            value = raw.get(field, fine)
-            if value is not None and value != fine:
-                raise Unsupported(f"{place}: {field} is {value!r}; this decoder has {fine!r} only")
+        for key, fine in _ONLY:
+            found = raw.get(key, fine)
+            if found is not None and found != fine:
+                raise Unsupported(f"{place}: {key} is {found!r}; this decoder has {fine!r} only")
         if raw.get("quantization_config"):
             raise Unsupported(f"{place}: quantization_config is set; only BF16 and FP32 weights can be read")
-        values: dict[str, Any] = {"rope_theta": _rope_theta(raw, place)}
-        for field in fields(cls):
-            if field.name in values or field.name not in raw:
-                continue
-            values[field.name] = raw[field.name]
+        values: dict[str, Any] = {name: raw[name] for name in (field.name for field in fields(cls)) if name in raw}
         for name, default in _HF_DEFAULTS.items():
             if values.get(name) is None:
                 values[name] = default
+        values.setdefault("q_lora_rank", _HF_QUERY_RANK)
+        values["rope_theta"] = _rope_theta(raw, place)
         if isinstance(values.get("eos_token_id"), list):
             values["eos_token_id"] = tuple(values["eos_token_id"])
         for name in _POSITIVE:
             if values.get(name) is None:
                 raise BadInput(place, name, None, "an integer above 0")
-        for field in fields(cls):
-            _check_type(place, field.name, values.get(field.name, field.default))
+        for name, value in values.items():
+            _check_type(place, name, value)
         try:
             return cls(**values)
         except BadInput as error:
@@ -142,7 +140,7 @@ class ModelConfig:
         for field in fields(self):
             value = getattr(self, field.name)
             out[field.name] = list(value) if isinstance(value, tuple) else value
-        out |= {field: fine for field, fine in _ONLY if field != "rope_scaling"}
+        out |= dict(_ONLY)
         out["num_key_value_heads"] = self.num_attention_heads
         out["num_nextn_predict_layers"] = 0
         out["rope_parameters"] = {"rope_type": "default", "rope_theta": self.rope_theta}
@@ -189,6 +187,8 @@ _HF_DEFAULTS: dict[str, Any] = {
     "tie_word_embeddings": False,
     "initializer_range": 0.02,
 }
+# Left out it means this, null means no query latent.
+_HF_QUERY_RANK = 1536
 _BOOLS = ("norm_topk_prob", "rope_interleave", "tie_word_embeddings")
 _FLOATS = ("routed_scaling_factor", "rope_theta", "rms_norm_eps", "initializer_range")
 

@@ -136,7 +136,9 @@ class Decoder(nn.Module):
         out = F.linear(hidden, weight)
         return out.to(torch.promote_types(out.dtype, torch.float32))
 
-    def _run(self, ids_BT: Tensor, layout: Layout, replay: RouteReplay | None, checked_positions: bool) -> DecoderOutput:
+    def _run(
+        self, ids_BT: Tensor, layout: Layout, replay: RouteReplay | None, checked_positions: bool
+    ) -> DecoderOutput:
         config = self.config
         rows, columns = ids_BT.shape
         keep_M, positions_M = layout.keep_M, layout.positions_M
@@ -159,7 +161,7 @@ class Decoder(nn.Module):
             if keep_M is not None:
                 empty = flat_M.new_zeros(rows * columns, *flat_M.shape[1:])
                 flat_M = empty.index_copy(0, keep_M, flat_M)
-            return flat_M.unflatten(0, (rows, columns))
+            return flat_M.view(rows, columns, *flat_M.shape[1:])
 
         zero = torch.zeros((), dtype=torch.int64, device=ids_BT.device)
         considered = zero if flat is None else flat.valid_M.sum() * len(routed) * config.num_experts_per_tok

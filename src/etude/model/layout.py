@@ -3,7 +3,8 @@
 The decoder works on a flat list of M tokens; a layout says where they come from, at which position they stand, and
 performs causal attention among them. The layout over a key-value cache is in `cache.py`.
 
-Shapes: B rows, T columns, M computed tokens, H heads, K query/key width, V value width, N documents, L longest document.
+Shapes: B rows, T columns, M computed tokens, H heads, K query/key width (nope + rope), V value width, C latent width, N documents,
+L longest document.
 """
 
 from __future__ import annotations
@@ -18,6 +19,33 @@ from torch import Tensor
 from etude.records.errors import BadInput
 
 
+@dataclass(frozen=True)
+class LatentHeads:
+    """What one layer brings to attention: rotated queries, and keys and values still as latents."""
+
+    q_nope_MHn: Tensor
+    q_rope_MHr: Tensor
+    latent_MC: Tensor
+    k_rope_Mr: Tensor
+    """The rotary part of the keys, one for all heads."""
+    expansion_HOC: Tensor
+    """Matrix of each head from a latent to its key (first nope rows) and value (the others)."""
+
+    def expanded(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys [M, H, K] and values [M, H, V]."""
+        q_MHK = torch.cat((self.q_nope_MHn, self.q_rope_MHr), -1)
+        return q_MHK, *expand_latents(self.latent_MC, self.k_rope_Mr, self.expansion_HOC, self.q_nope_MHn.shape[-1])
+
+
+def expand_latents(latent_MC: Tensor, k_rope_Mr: Tensor, expansion_HOC: Tensor, nope: int) -> tuple[Tensor, Tensor]:
+    """Keys [M, H, K] and values [M, H, V] of latents."""
+    heads, width, _ = expansion_HOC.shape
+    k_nope, v_MHV = (
+        F.linear(latent_MC, expansion_HOC.flatten(0, 1)).view(-1, heads, width).split((nope, width - nope), -1)
+    )
+    return torch.cat((k_nope, k_rope_Mr[:, None].expand(-1, heads, -1)), -1), v_MHV
+
+
 class Layout(Protocol):
     """What the decoder asks of a layout."""
 
@@ -29,7 +57,7 @@ class Layout(Protocol):
     def positions_M(self) -> Tensor:
         """Rotary position of each computed token, int64."""
 
-    def attend(self, layer: int, q_MHK: Tensor, k_MHK: Tensor, v_MHV: Tensor) -> Tensor:
+    def attend(self, layer: int, heads: LatentHeads) -> Tensor:
         """Causal softmax attention with scale K ** -0.5; returns [M, H, V]."""
 
 
@@ -42,10 +70,9 @@ class RowLayout:
     positions_M: Tensor
     keep_M: Tensor | None = None
 
-    def attend(self, layer: int, q_MHK: Tensor, k_MHK: Tensor, v_MHV: Tensor) -> Tensor:
-        shape = (self.rows, self.columns)
-        out_BTHV = causal_attention(q_MHK.unflatten(0, shape), k_MHK.unflatten(0, shape), v_MHV.unflatten(0, shape))
-        return out_BTHV.flatten(0, 1)
+    def attend(self, layer: int, heads: LatentHeads) -> Tensor:
+        q, k, v = (x.unflatten(0, (self.rows, self.columns)) for x in heads.expanded())
+        return causal_attention(q, k, v).flatten(0, 1)
 
 
 @dataclass(frozen=True)
@@ -59,9 +86,9 @@ class DocumentLayout:
     back_M: Tensor
     """For each token its flat place in the N * L grid."""
 
-    def attend(self, layer: int, q_MHK: Tensor, k_MHK: Tensor, v_MHV: Tensor) -> Tensor:
+    def attend(self, layer: int, heads: LatentHeads) -> Tensor:
         spread, shape = self.spread_NL.flatten(), self.spread_NL.shape
-        q, k, v = (x.index_select(0, spread).unflatten(0, shape) for x in (q_MHK, k_MHK, v_MHV))
+        q, k, v = (x.index_select(0, spread).unflatten(0, shape) for x in heads.expanded())
         return causal_attention(q, k, v).flatten(0, 1).index_select(0, self.back_M)
 
 

@@ -41,7 +41,9 @@ class FlatReplay:
     valid_M: Tensor
 
 
-def flatten_replay(replay: RouteReplay, config: ModelConfig, rows: int, columns: int, keep_M: Tensor | None) -> FlatReplay:
+def flatten_replay(
+    replay: RouteReplay, config: ModelConfig, rows: int, columns: int, keep_M: Tensor | None
+) -> FlatReplay:
     """Check a replay against the model and pick the computed tokens.
 
     Raises `BadInput` for a wrong shape or alpha and, naming row, position and layer, for an expert out of range or twice.

@@ -89,7 +89,7 @@ def _check(config: ModelConfig, layout: Layout) -> None:
 
 
 class _Attention:
-    """Views of one layer's attention tensors, by head: query [H, nope + rope, D], latent-to-key/value [H, nope + v, C], output [D, H, v]."""
+    """Views of one layer's tensors, by head: query [H, nope + rope, D], expansion [H, nope + v, C], output [D, H, v]."""
 
     def __init__(self, state: dict[str, Tensor], config: ModelConfig, layer: int) -> None:
         prefix, heads = f"model.layers.{layer}.self_attn.", config.num_attention_heads

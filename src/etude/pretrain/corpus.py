@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import io
 import random
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -21,6 +20,7 @@ from etude.chat.edits import minimal_edit
 from etude.chat.format import BOS, END, FIELD_TOKENS, FILE, RESULT_EDITED, RESULT_PASSED, SYSTEM_TEXT, TOOL_TOKENS
 from etude.chat.repair_texts import failure_line, repair_instruction
 from etude.chat.tokenizer import Tokenizer
+from etude.pretrain.batches import Episode, PoolSource
 from etude.pretrain.config import EpisodeMix
 from etude.records.errors import BadInput
 from etude.records.rollout import SpanKind
@@ -87,21 +87,6 @@ def file_name(module: str) -> str:
     return module.rsplit(".", 1)[-1].strip("_") + ".py"
 
 
-@dataclass
-class Episode:
-    """`weights[i]` is the loss weight of predicting `ids[i]`; `edit[i]` marks tokens of a right edit, for the report."""
-
-    domain: str
-    ids: list[int] = field(default_factory=list)
-    weights: list[float] = field(default_factory=list)
-    edit: list[bool] = field(default_factory=list)
-
-    def add(self, ids: Sequence[int], weight: float | Sequence[float], *, edit: bool = False) -> None:
-        self.ids.extend(ids)
-        self.weights.extend([weight] * len(ids) if isinstance(weight, float) else weight)
-        self.edit.extend([edit] * len(ids))
-
-
 class EpisodeMaker:
     """Draws episodes from rows. `mix` may change between calls (the decay phase has its own)."""
 
@@ -125,6 +110,11 @@ class EpisodeMaker:
         else:
             episode = self.one_bug(rng, row, mutants)
         return episode if episode is not None and len(episode.ids) <= self.mix.longest else None
+
+    def validation(self, rng: random.Random, row: CorpusRow) -> Episode | None:
+        """A one-bug episode of the row's first drawn mutant; None when it has none."""
+        mutants = self._candidates(rng, row)
+        return self.one_bug(rng, row, mutants) if mutants else None
 
     def _candidates(self, rng: random.Random, row: CorpusRow) -> list[Mutant]:
         """The row's mutants in random order, operators taking turns so that common ones do not crowd out rare ones."""
@@ -276,7 +266,7 @@ def _change(source: Sequence[str], other: Sequence[str]) -> tuple[int, int, list
 
 
 def merge_mutants(source: str, mutants: Sequence[str], count: int) -> tuple[str, list[str]] | None:
-    """Puts the changes of `count` mutants, the first ones whose lines do not touch, into one text.
+    """Puts the changes of `count` mutants, the first ones on lines of their own, into one text.
 
     Returns the text with all bugs, and for each bug, top to bottom, the text in which only that one is repaired. None when there
     are not that many apart.
@@ -285,7 +275,7 @@ def merge_mutants(source: str, mutants: Sequence[str], count: int) -> tuple[str,
     changes: list[tuple[int, int, list[str]]] = []
     for mutant in mutants:
         begin, end, new = _change(lines, mutant.split("\n"))
-        if all(end < other[0] or begin > other[1] for other in changes):
+        if all(end <= other[0] or begin >= other[1] for other in changes):
             changes.append((begin, end, new))
         if len(changes) == count:
             break
@@ -302,18 +292,22 @@ def merge_mutants(source: str, mutants: Sequence[str], count: int) -> tuple[str,
     return apply(changes), [apply(changes[:index] + changes[index + 1 :]) for index in range(count)]
 
 
-def episodes(maker: EpisodeMaker, seed: int, start: int = 0) -> Iterator[Episode]:
-    """Endless episodes from number `start` on: rows in a fresh random order each epoch, each episode its own random generator."""
-    size = len(maker.rows)
-    epoch, order = -1, list[int]()
-    number = start
-    while True:
-        if number // size != epoch:
-            epoch = number // size
-            order = list(range(size))
-            random.Random(f"{seed}/epoch/{epoch}").shuffle(order)
-        row = maker.rows[order[number % size]]
-        episode = maker.draw(random.Random(f"{seed}/episode/{number}"), row)
-        number += 1
-        if episode is not None:
-            yield episode
+class CorpusPools(PoolSource):
+    """Pools of `size` draws: rows in a fresh random order each epoch, each draw with a random generator of its own."""
+
+    def __init__(self, maker: EpisodeMaker, seed: int, size: int) -> None:
+        self.maker, self.seed, self.size = maker, seed, size
+        self._epoch, self._order = -1, list[int]()
+
+    def pool(self, number: int) -> list[Episode]:
+        """Draws `number * size` to `(number + 1) * size`, those that gave an episode."""
+        drawn = (self._draw(index) for index in range(number * self.size, (number + 1) * self.size))
+        return [episode for episode in drawn if episode is not None]
+
+    def _draw(self, index: int) -> Episode | None:
+        rows = self.maker.rows
+        epoch, place = divmod(index, len(rows))
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, list(range(len(rows)))
+            random.Random(f"{self.seed}/epoch/{epoch}").shuffle(self._order)
+        return self.maker.draw(random.Random(f"{self.seed}/draw/{index}"), rows[self._order[place]])

@@ -7,7 +7,7 @@ function of gradients and state, so a resumed run continues bit for bit (see `Op
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,11 +35,15 @@ def orthogonalize(matrices_NRC: Tensor, rounds: int = 5) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Nesterov momentum, orthogonalised per matrix; parameters are [R, C] or stacks [N, R, C].
 
-    The step of a matrix grows with sqrt(max(1, rows / columns)), rows being outputs.
+    `stacked[i]` says how many matrices lie one below the other in parameter i (gate and up projections of an expert share one
+    tensor, yet each is a map of its own). The step of a matrix grows with sqrt(max(1, rows / columns)), rows being outputs.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], lr: float, momentum: float = 0.95) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], lr: float, momentum: float = 0.95, stacked: Sequence[int] | None = None
+    ) -> None:
         super().__init__(list(parameters), {"lr": lr, "momentum": momentum})
+        self._stacked = dict(zip(map(id, parameters), stacked or [1] * len(parameters), strict=True))
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -53,7 +57,7 @@ class Muon(torch.optim.Optimizer):
                     state["momentum"] = torch.zeros_like(parameter)
                 momentum = state["momentum"].lerp_(parameter.grad, 1 - group["momentum"])
                 update = parameter.grad.lerp(momentum, group["momentum"])
-                shape = (parameter.shape[-2], parameter.shape[-1])
+                shape = (parameter.shape[-2] // self._stacked[id(parameter)], parameter.shape[-1])
                 by_shape.setdefault(shape, []).append((parameter, update.reshape(-1, *shape)))
             for (rows, columns), members in by_shape.items():
                 updates = orthogonalize(torch.cat([update for _, update in members]))
@@ -74,7 +78,9 @@ class OptimizerPair:
 
     def __init__(self, model: nn.Module, *, muon_lr: float, adam_lr: float, adam_betas: tuple[float, float]) -> None:
         named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-        self.muon = Muon([parameter for name, parameter in named if is_matrix(name, parameter)], muon_lr)
+        matrices = [(name, parameter) for name, parameter in named if is_matrix(name, parameter)]
+        stacked = [2 if "gate_up_proj" in name else 1 for name, _ in matrices]
+        self.muon = Muon([parameter for _, parameter in matrices], muon_lr, stacked=stacked)
         rest = [parameter for name, parameter in named if not is_matrix(name, parameter)]
         self.adam = torch.optim.Adam(rest, adam_lr, betas=adam_betas)
         self._rates = (muon_lr, adam_lr)

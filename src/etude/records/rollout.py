@@ -15,6 +15,8 @@ import msgspec
 from etude.records.errors import BadInput
 
 RECORD_VERSION = 1
+HARNESS_VERSION = "1"
+"""Changes when the same policy would be measured otherwise: prompt, tools, limits, verifier."""
 
 T = TypeVar("T", "Rollout", "Group", "EvaluationRecord")
 
@@ -186,7 +188,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     diff: dict[str, str] = {}
     """Changed repository files (path -> new text), as the verifier took them."""
     toolset_id: str = ""
-    harness_version: str = "1"
+    harness_version: str = HARNESS_VERSION
     backend: str = ""
     forked_from: tuple[str, int] | None = None
     retries: int = 0

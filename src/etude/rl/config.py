@@ -33,7 +33,9 @@ class LengthPenaltyConfig(BaseModel):
 
     k: float = Field(default=0.02, ge=0, description="how soon the curve bends; 0 is linear")
     q: float = Field(default=0.5, ge=0, description="how strongly it bends; 0 is linear, 1 is logarithmic")
-    reference_effort: float = Field(default=400.0, gt=0, description="weighted effort at which the penalty reaches its cap")
+    reference_effort: float = Field(
+        default=400.0, gt=0, description="weighted effort at which the penalty reaches its cap"
+    )
     weights: EffortWeightsConfig = EffortWeightsConfig()
     successes_only: bool = Field(default=False, description="penalise only rollouts that succeeded (DESIGN decision 4)")
 
@@ -44,7 +46,9 @@ class HabitConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     window: int = Field(default=32, ge=1, description="groups of each kind in the baseline and in the recent mean")
-    alarm_ratio: float = Field(default=0.7, gt=0, lt=1, description="alarm when the ratio of turns falls under this share")
+    alarm_ratio: float = Field(
+        default=0.7, gt=0, lt=1, description="alarm when the ratio of turns falls under this share"
+    )
 
 
 class RLConfig(BaseModel):

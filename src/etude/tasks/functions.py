@@ -102,8 +102,6 @@ def digest(source: str) -> str:
     for node in ast.walk(function):
         if isinstance(node, ast.Name) and node.id in renamed:
             node.id = renamed[node.id]
-        elif isinstance(node, ast.keyword | ast.ExceptHandler):
-            continue
     if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
         function.name = "f"
     return hashlib.sha256(ast.dump(function).encode()).hexdigest()[:24]
@@ -146,18 +144,14 @@ def functions_of(module: SourceModule) -> Iterator[Function]:
             continue
 
 
-def signatures_of(text: str) -> set[tuple[str, str]]:
-    """(anonymised hash, signature) of every function of a file, of any size; empty when it does not parse."""
-    found: set[tuple[str, str]] = set()
+def signatures_of(text: str) -> set[str]:
+    """Signature of every function of a file, of any size; empty when it does not parse."""
     try:
-        tree = _quiet_parse(text)
-        for node in list(ast.walk(tree)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                source = normalise(node)
-                found.add((digest(source), f"{node.name}({','.join(parameter_names(node.args))})"))
-    except (SyntaxError, ValueError, RecursionError, TypeError):
-        pass
-    return found
+        nodes = list(ast.walk(_quiet_parse(text)))
+    except (SyntaxError, ValueError, RecursionError):
+        return set()
+    found = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return {f"{node.name}({','.join(parameter_names(node.args))})" for node in found}
 
 
 def free_names(function: ast.AST) -> set[str]:

@@ -76,7 +76,8 @@ def build_micro_batch(sequences: Sequence[TrainSequence], plan: MicroBatchPlan) 
             parts.append((segment.sequence, segment.row, b * width + start))
             start += segment.length
     parts.sort()
-    at, target, mu, temperature, advantage, chains = [], [], [], [], [], []
+    at, target, mu, temperature, advantage = [], [], [], [], []
+    chains: list[tuple[int, int, int]] = []
     count = 0
     for index, r, offset in parts:
         source = sequences[index].rows[r]

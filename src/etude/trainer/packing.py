@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from etude.records.errors import BadInput
@@ -47,7 +48,7 @@ class CostModel:
 def canonical_order(sequences: Sequence[TrainSequence]) -> tuple[TrainSequence, ...]:
     """By group and rollout id, so that nothing depends on arrival. Raises BadInput when an id occurs twice."""
     ordered = sorted(sequences, key=lambda sequence: (sequence.group_id, sequence.id))
-    for before, after in zip(ordered, ordered[1:]):
+    for before, after in pairwise(ordered):
         if (before.group_id, before.id) == (after.group_id, after.id):
             raise BadInput("batch", "rollout id", after.id, "each rollout once: a sampled token is trained on once")
     return tuple(ordered)

@@ -87,9 +87,7 @@ def group_sequences(group: Group, read_blob: BlobReader) -> tuple[TrainSequence,
     )
 
 
-def rollout_sequence(
-    rollout: Rollout, advantage: float, read_blob: BlobReader, *, group_id: str = ""
-) -> TrainSequence:
+def rollout_sequence(rollout: Rollout, advantage: float, read_blob: BlobReader, *, group_id: str = "") -> TrainSequence:
     """The chain of a rollout, checked and concatenated.
 
     A fork trains only what it sampled itself: `forked_from = (parent, offset)` says that its first `offset` sampled

@@ -17,7 +17,6 @@ from etude.coordinator.summary import ReadableRollout, Summary
 from etude.records.errors import BadInput
 from etude.web import charts
 
-
 _STYLE = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
 
 

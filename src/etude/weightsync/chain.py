@@ -105,7 +105,7 @@ def decode_manifest(data: bytes, key: str) -> Manifest:
         raise IntegrityError(f"weight chain: {key} is damaged ({error})") from error
     if manifest.version != MANIFEST_VERSION:
         raise IntegrityError(f"weight chain: {key} has format {manifest.version}; expected {MANIFEST_VERSION}")
-    if manifest.digest != _digest(manifest):
+    if manifest.digest != _digest(manifest) or encode_manifest(manifest) != data:
         raise IntegrityError(f"weight chain: {key} is damaged (its bytes do not have the digest that it states)")
     if manifest.policy_version != version_of(key):
         raise IntegrityError(f"weight chain: {key} holds version {manifest.policy_version}")

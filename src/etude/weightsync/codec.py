@@ -80,7 +80,7 @@ class Encoder:
             frames = [self._squeeze(plane) for plane in gaps + _planes(_zigzag(new[where] - old[where]))]
             if (size := sum(map(len, frames))) < best_size:
                 best, form, gap_planes, best_size = frames, Form.SPARSE, len(gaps), size
-        if best_size > 32 and changed * 8 >= count:
+        if best_size > max(32, new.nbytes // 4):  # not worth the time when the sparse form did well
             frames = [self._squeeze(plane) for plane in _planes(new ^ old, all_of_them=True)]
             if (size := sum(map(len, frames))) < best_size:
                 best, form, gap_planes, best_size = frames, Form.XOR, 0, size
@@ -95,7 +95,7 @@ class Encoder:
         return b"".join([_MAGIC, struct.pack("<I", len(directory)), directory, *streams])
 
     def _squeeze(self, plane: Bits | bytes) -> bytes:
-        return bytes(self._zstd.compress(plane))
+        return self._zstd.compress(plane if isinstance(plane, bytes) else plane.data)
 
 
 def ranges(count: int, limit: int = BLOCK_ITEMS) -> list[tuple[int, int]]:
@@ -123,7 +123,9 @@ def apply_part(data: bytes, targets: Mapping[str, Bits]) -> list[str]:
             if target is None or block.start < 0 or block.start + block.count > len(target):
                 raise IntegrityError(f"weight part: {block.name}[{block.start}:+{block.count}] is outside the state")
             if target.itemsize != block.item:
-                raise IntegrityError(f"weight part: {block.name} has {block.item} bytes an element, not {target.itemsize}")
+                raise IntegrityError(
+                    f"weight part: {block.name} has {block.item} bytes an element, not {target.itemsize}"
+                )
             _apply(block, streams, target[block.start : block.start + block.count], zstd)
             touched[block.name] = None
     except (msgspec.DecodeError, zstandard.ZstdError, struct.error, ValueError, IndexError) as error:
@@ -186,4 +188,5 @@ def _zigzag(steps: Bits) -> Bits:
 
 def _unzigzag(codes: Bits) -> Bits:
     one = codes.dtype.type(1)
-    return (codes >> one) ^ (~(codes & one) + one)
+    values: Bits = (codes >> one) ^ (~(codes & one) + one)
+    return values

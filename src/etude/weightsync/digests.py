@@ -22,7 +22,7 @@ def tensor_digest(name: str, tensor: torch.Tensor) -> str:
 def bits_digest(name: str, dtype: str, shape: tuple[int, ...], bits: Bits) -> str:
     """`tensor_digest` of a tensor given as its flat bit patterns."""
     found = hashlib.sha256(f"{name}\n{dtype}\n{','.join(map(str, shape))}\n".encode())
-    found.update(memoryview(bits).cast("B") if bits.size else b"")
+    found.update(bits.data)
     return found.hexdigest()
 
 

@@ -29,9 +29,9 @@ BAD_ARGUMENTS = "bad_arguments"
 """Named error of a call whose arguments make no sense."""
 NOT_RUN = "not_run"
 """Named error of a call behind `finish` or beyond the limit of calls."""
-EXIT = "exit"
-"""Named error of a command that ended with a code other than 0: an answer, not a fault of the call."""
-_HARMLESS = frozenset({"", EXIT, "timeout", "out_of_memory", NOT_RUN})
+FAILED = "failed"
+"""Named error (of the pod's tools) of a command that ended badly: an answer, not a fault of the call."""
+_HARMLESS = frozenset({"", FAILED, "timeout", "out_of_memory", "no_processes", "disk_full", NOT_RUN})
 _NUMBERS = frozenset({"start", "count"})
 
 
@@ -155,7 +155,12 @@ def _value_problem(name: str, field: str, value: object) -> str:
 def refused(fault: ToolCallFault, *, generation: int, name: str, arguments: dict[str, str]) -> ToolCall:
     """The record of a call that never ran, its result telling the policy why."""
     return ToolCall(
-        generation=generation, name=name, arguments=arguments, ok=False, result=f"error: {fault.text}", error=fault.error
+        generation=generation,
+        name=name,
+        arguments=arguments,
+        ok=False,
+        result=f"error: {fault.text}",
+        error=fault.error,
     )
 
 

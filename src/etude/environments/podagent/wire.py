@@ -4,8 +4,6 @@ A subset of MessagePack by hand (nil, bool, int, str, bytes, array, map), becaus
 whole start of the agent. Knows nothing of verbs; the host's side is `etude.environments.protocol`.
 """
 
-from __future__ import annotations
-
 MAX_FRAME = 96 << 20
 
 

@@ -1,0 +1,251 @@
+"""The Ray half of DESIGN's process table: worker, trainer and coordinator as actors, and the fleet that holds them.
+
+Everything that decides lives in plain classes (`worker`, `trainer_service`, `run`); here are only placement, messages as
+bytes, and errors carried over. Ray is imported when a fleet starts, so that other rooms stay light.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from etude.agent.config import AgentConfig
+from etude.coordinator.config import CoordinatorConfig
+from etude.coordinator.engine_process import ALLOCATOR, EngineProcess
+from etude.coordinator.messages import Published, RolloutJob, RolloutResult, StepReport
+from etude.environments.config import EnvironmentsConfig
+from etude.environments.pod import PodBackend
+from etude.inference.client import HttpEngineClient
+from etude.inference.config import InferenceConfig
+from etude.records.errors import EtudeError, InfrastructureError
+from etude.rl.config import RLConfig
+from etude.trainer.config import TrainerConfig
+from etude.weightsync.config import WeightSyncConfig
+
+WEIGHTS_PREFIX = "weights"
+
+
+async def open_pods(config: EnvironmentsConfig) -> PodBackend:
+    """This machine's pods. Raises MissingCapability, whose text says what to enable."""
+    from etude.environments.backends.namespace import NamespaceBackend
+
+    return await NamespaceBackend.open(
+        config.cache,
+        max_pods=config.max_pods,
+        start_timeout_s=config.start_timeout_s,
+        queue_timeout_s=config.queue_timeout_s,
+        launcher=config.launcher,
+    )
+
+
+class WorkerActor:
+    """Body of a rollout worker process."""
+
+    def __init__(
+        self,
+        tasks: str,
+        model: str,
+        engine_url: str,
+        agent: AgentConfig,
+        rl: RLConfig,
+        environments: EnvironmentsConfig,
+        limit: int,
+        deterministic: bool,
+    ) -> None:
+        self._tasks, self._model, self._agent, self._rl = tasks, model, agent, rl
+        self._environments, self._limit, self._deterministic = environments, limit, deterministic
+        self._engine = HttpEngineClient(engine_url)
+        self._pods: PodBackend | None = None
+
+    async def ready(self) -> None:
+        """Opens the task set and the pods; answers once rollouts can run."""
+        from etude.chat.tokenizer import Tokenizer
+        from etude.coordinator.worker import Worker
+        from etude.tasks.archive import TaskSet
+
+        self._pods = await open_pods(self._environments)
+        self._worker = Worker(
+            tasks=TaskSet.open(self._tasks),
+            tokenizer=Tokenizer.load(self._model),
+            engine=self._engine,
+            pods=self._pods,
+            agent=self._agent,
+            rl=self._rl,
+            limit=self._limit,
+            fixed_clock=self._deterministic,
+        )
+
+    async def run(self, job: bytes) -> bytes:
+        """See `worker.Worker.run`."""
+        return msgspec.msgpack.encode(await self._worker.run(msgspec.msgpack.decode(job, type=RolloutJob)))
+
+    async def close(self) -> None:
+        """Ends the pods that are left."""
+        if self._pods is not None:
+            await self._pods.aclose()
+        await self._engine.aclose()
+
+
+async def answered(reference: Any) -> Any:
+    """Awaits a Ray call; our own errors come through as themselves, a lost actor as InfrastructureError."""
+    import ray
+
+    try:
+        return await reference
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, EtudeError):
+            raise error.cause from None
+        raise
+    except ray.exceptions.RayActorError as error:
+        raise InfrastructureError(f"an actor is lost: {error}") from error
+
+
+class RayWorker:
+    """A worker actor as a `WorkerHandle`."""
+
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+
+    async def run(self, job: RolloutJob) -> RolloutResult:
+        """See `WorkerHandle.run`."""
+        reference = self.actor.run.remote(msgspec.msgpack.encode(job))
+        try:
+            data: bytes = await answered(reference)
+        except asyncio.CancelledError:
+            import ray
+
+            ray.cancel(reference)
+            raise
+        return msgspec.msgpack.decode(data, type=RolloutResult)
+
+
+class RayTrainer:
+    """The trainer actor as a `TrainerHandle`."""
+
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+
+    async def publish_first(self) -> Published:
+        """See `TrainerHandle.publish_first`."""
+        return msgspec.msgpack.decode(await answered(self.actor.publish_first.remote()), type=Published)
+
+    async def step(self, groups: Sequence[bytes], blobs: dict[str, bytes], policy_version: int) -> StepReport:
+        """See `TrainerHandle.step`."""
+        data: bytes = await answered(self.actor.step.remote(list(groups), blobs, policy_version))
+        return msgspec.msgpack.decode(data, type=StepReport)
+
+    async def published(self, policy_version: int) -> Published:
+        """See `TrainerHandle.published`."""
+        return msgspec.msgpack.decode(await answered(self.actor.published.remote(policy_version)), type=Published)
+
+    async def save(self, folder: str) -> None:
+        """See `TrainerHandle.save`."""
+        await answered(self.actor.save.remote(folder))
+
+    async def close(self) -> None:
+        """Finishes publishing."""
+        await answered(self.actor.close.remote())
+
+
+class Fleet:
+    """The processes of one run on this machine or cluster: engine, workers and, for training, the trainer."""
+
+    def __init__(self, engine: EngineProcess, workers: list[RayWorker]) -> None:
+        self.engine, self.workers = engine, workers
+        self.trainer: RayTrainer | None = None
+
+
+@contextlib.asynccontextmanager
+async def start_fleet(
+    *,
+    model: str,
+    tasks: str,
+    run_dir: Path,
+    store: str,
+    coordinator: CoordinatorConfig,
+    agent: AgentConfig,
+    rl: RLConfig,
+    environments: EnvironmentsConfig,
+    inference: InferenceConfig,
+    trainer: TrainerConfig | None,
+    weightsync: WeightSyncConfig,
+    incarnation: int = 0,
+) -> AsyncIterator[Fleet]:
+    """Starts Ray (or joins `coordinator.address`), the engine, the workers and the trainer; ends them all on the way out.
+
+    `trainer` None starts no trainer (an evaluation). Raises BadInput for a bad checkpoint or a busy port.
+    """
+    import ray
+
+    environments = environments.model_copy(update={"cache": environments.cache.resolve()})
+    await (await open_pods(environments)).aclose()
+    engine_config = inference.model_copy(update={"model": model, "store": store, "run_prefix": WEIGHTS_PREFIX})
+    engine = await EngineProcess.start(engine_config, run_dir / "logs" / "engine.log")
+    fleet = Fleet(engine, [])
+    try:
+        _start_ray(coordinator.address)
+        workers = 1 if coordinator.deterministic else coordinator.rollout_workers
+        limit = 1 if coordinator.deterministic else coordinator.rollouts_per_worker
+        light = {"env_vars": {**ALLOCATOR, "OMP_NUM_THREADS": "1"}}
+        make_worker = ray.remote(WorkerActor).options(num_cpus=0, max_concurrency=limit + 8, runtime_env=light)
+        actors = [
+            make_worker.remote(tasks, model, engine.url, agent, rl, environments, limit, coordinator.deterministic)
+            for _ in range(workers)
+        ]
+        fleet.workers = [RayWorker(actor) for actor in actors]
+        if trainer is not None:
+            from etude.coordinator.trainer_service import TrainerService
+
+            make_trainer = ray.remote(TrainerService).options(num_cpus=0, max_concurrency=3, runtime_env=light)
+            fleet.trainer = RayTrainer(
+                make_trainer.remote(
+                    model=model,
+                    trainer=trainer,
+                    weightsync=weightsync,
+                    store=store,
+                    run_prefix=WEIGHTS_PREFIX,
+                    incarnation=incarnation,
+                )
+            )
+        await asyncio.gather(*(answered(actor.ready.remote()) for actor in actors))
+        yield fleet
+    finally:
+        await _stop(fleet)
+
+
+async def _stop(fleet: Fleet) -> None:
+    import ray
+
+    closing = [worker.actor.close.remote() for worker in fleet.workers]
+    if fleet.trainer is not None:
+        closing.append(fleet.trainer.actor.close.remote())
+    for reference in closing:
+        with contextlib.suppress(Exception):  # an actor that is gone needs no closing
+            await asyncio.wait_for(asyncio.ensure_future(answered(reference)), 15.0)
+    await fleet.engine.stop()
+    ray.shutdown()
+
+
+def _start_ray(address: str) -> None:
+    import ray
+
+    if ray.is_initialized():
+        return
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    if address:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    else:
+        ray.init(
+            num_cpus=os.cpu_count(),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            object_store_memory=256 << 20,
+        )

@@ -1,0 +1,216 @@
+"""Makes the starter policy, stage by stage: tokenizer, pretraining, fine-tuning, export. `python -m etude.pretrain.starter --stage all`.
+
+Each stage leaves its output in the folder and is skipped when that is there; training stages also resume in their middle.
+Only rows of the pretrain and SFT splits are read, and their modules are checked against the split table. Report: docs/starter.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from etude.chat.tokenizer import Tokenizer
+from etude.model.checkpoint import hf_state, load_hf_state_, save_pretrained
+from etude.model.config import ModelConfig
+from etude.model.decoder import Decoder
+from etude.pretrain.batches import Batch, Episode, batches_of
+from etude.pretrain.circuit import induction_weights
+from etude.pretrain.config import EpisodeMix, PretrainConfig
+from etude.pretrain.corpus import CorpusPools, CorpusRow, EpisodeMaker, check_modules, file_text, read_rows
+from etude.pretrain.phases import Phase
+from etude.records.errors import BadInput, EtudeError
+
+Say = Callable[[str], None]
+
+
+def starter_config(vocab_size: int, tokenizer: Tokenizer | None = None) -> ModelConfig:
+    """The starter's shape: 2.1M parameters, 1.3M of them active for a token."""
+    return ModelConfig(
+        vocab_size=vocab_size,
+        hidden_size=128,
+        intermediate_size=384,
+        moe_intermediate_size=96,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        kv_lora_rank=96,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=16,
+        v_head_dim=32,
+        rope_theta=10000.0,
+        tie_word_embeddings=True,
+        max_position_embeddings=1024,
+        bos_token_id=None if tokenizer is None else tokenizer.bos_id,
+        eos_token_id=None if tokenizer is None else tokenizer.end_id,
+        pad_token_id=None if tokenizer is None else tokenizer.pad_id,
+    )
+
+
+def fresh_decoder(config: ModelConfig, seed: int) -> Decoder:
+    """A new decoder that starts with the induction circuit."""
+    decoder = Decoder(config)
+    shapes = hf_state(decoder, dtype=torch.float32)
+    load_hf_state_(decoder, induction_weights(shapes, config, seed=seed))
+    return decoder
+
+
+@dataclass(frozen=True)
+class Data:
+    """Rows to train on and rows held aside, of one split."""
+
+    train: list[CorpusRow]
+    aside: list[CorpusRow]
+
+
+def load_split(config: PretrainConfig, name: str, aside: int) -> Data:
+    """Reads `<name>.jsonl.zst`, checks its modules against `splits.json`, and holds `aside` functions back by a fixed shuffle."""
+    folder = Path(config.corpus)
+    rows = read_rows(folder / f"{name}.jsonl.zst")
+    table = folder / "splits.json"
+    if table.is_file():
+        splits: dict[str, str] = json.loads(table.read_text(encoding="utf-8"))
+        check_modules(rows, frozenset(module for module, split in splits.items() if split != name))
+    order = list(range(len(rows)))
+    random.Random(f"aside/{name}").shuffle(order)
+    return Data([rows[i] for i in sorted(order[aside:])], [rows[i] for i in order[:aside]])
+
+
+def validation_set(
+    tokenizer: Tokenizer, asides: dict[str, Sequence[CorpusRow]], mix: EpisodeMix, *, limit: int, batch_tokens: int
+) -> Callable[[], Iterable[Batch]]:
+    """A fixed evaluation set: for each named split, one one-bug episode a function, and raw text of the first split."""
+    made: list[Episode] = []
+    plain = mix.model_copy(update={"wrong_edit": 0.0, "prompt_weight": 0.0})
+    for name, rows in asides.items():
+        maker = EpisodeMaker(tokenizer, rows, plain)
+        found = 0
+        for index, row in enumerate(rows):
+            episode = maker.validation(random.Random(f"validation/{name}/{index}"), row)
+            if episode is not None and len(episode.ids) <= mix.longest:
+                episode.domain = name
+                made.append(episode)
+                found += 1
+            if found == limit:
+                break
+    first = next(iter(asides.values()))
+    maker = EpisodeMaker(tokenizer, first, plain)
+    made += [episode for episode in map(maker.raw, first[:limit]) if len(episode.ids) <= mix.longest]
+    batches = list(batches_of(made, batch_tokens, tokenizer.pad_id))
+    return lambda: batches
+
+
+class Starter:
+    """The chain of stages over one folder."""
+
+    def __init__(self, config: PretrainConfig, say: Say = print) -> None:
+        self.config, self.say, self.folder = config, say, Path(config.folder)
+        torch.set_num_threads(config.threads)
+
+    def tokenizer(self) -> Tokenizer:
+        """Trains the tokenizer on the pretrain split, or loads it."""
+        folder = self.folder / "tokenizer"
+        if not (folder / "tokenizer.json").exists():
+            rows = load_split(self.config, "pretrain", 0).train
+            # One broken version each, so that failing text and repair vocabulary follow the files' own.
+            tokenizer = Tokenizer.train((file_text(row.imports, row.source) for row in rows), self.config.vocab_size)
+            tokenizer.save(folder)
+            self.say(f"tokenizer: {tokenizer.vocab_size} ids from {len(rows)} functions of the pretrain split")
+        return Tokenizer.load(folder)
+
+    def pretrain(self, decay_minutes: float | None = None) -> Path:
+        """Pretrains (or resumes, or does nothing when done) and returns the exported folder."""
+        config, out = self.config, self.folder / "pretrain" / "model"
+        if out.exists():
+            self.say(f"pretrain: {out} exists, skipped")
+            return out
+        tokenizer = self.tokenizer()
+        data, other = load_split(config, "pretrain", config.aside), load_split(config, "sft", config.aside)
+        decoder = fresh_decoder(starter_config(tokenizer.vocab_size, tokenizer), config.seed)
+        maker = EpisodeMaker(tokenizer, data.train, config.mix)
+        draws = config.pretrain.pool_batches * config.pretrain.batch_tokens // 128
+
+        def on_decay() -> None:
+            maker.mix = config.decay_mix
+
+        phase = Phase(
+            "pretrain",
+            decoder,
+            CorpusPools(maker, config.seed, draws),
+            config.pretrain,
+            self.folder / "pretrain",
+            seed=config.seed,
+            pad_id=tokenizer.pad_id,
+            validation=validation_set(
+                tokenizer,
+                {"pretrain": data.aside, "sft": other.aside},
+                config.mix,
+                limit=config.pretrain.evaluate_rows,
+                batch_tokens=config.pretrain.batch_tokens,
+            ),
+            on_decay=on_decay,
+            say=self.say,
+        )
+        resumed = phase.resume()
+        self.say(
+            f"pretrain: {len(data.train)} functions, "
+            + (f"resumed at step {phase.progress.step}" if resumed else "from the induction circuit")
+        )
+        phase.run()
+        export(decoder, tokenizer, out)
+        self.say(f"pretrain: wrote {out}")
+        return out
+
+
+def export(decoder: Decoder, tokenizer: Tokenizer, folder: Path) -> None:
+    """Writes a Hugging Face folder with its tokenizer, whole or not at all."""
+    holder = folder.with_name(folder.name + ".tokenizer")
+    tokenizer.save(holder)
+    files = sorted(holder.iterdir())
+    save_pretrained(decoder, folder, tokenizer_files=files)
+    for path in files:
+        path.unlink()
+    holder.rmdir()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line of the stages."""
+    parser = argparse.ArgumentParser(prog="python -m etude.pretrain.starter", description=__doc__)
+    parser.add_argument("--stage", choices=("tokenizer", "pretrain", "all"), default="all")
+    parser.add_argument("--folder", default=None, help="where stages keep their output")
+    parser.add_argument("--corpus", default=None, help="folder of the function corpus")
+    parser.add_argument("--minutes", type=float, default=None, help="training minutes of pretraining, decay included")
+    parser.add_argument("--threads", type=int, default=None)
+    given = parser.parse_args(arguments)
+    config = PretrainConfig()
+    changes = {name: getattr(given, name) for name in ("folder", "corpus", "threads") if getattr(given, name) is not None}
+    if given.minutes is not None:
+        changes["pretrain"] = config.pretrain.model_copy(update={"budget_s": 60 * given.minutes})
+    config = config.model_copy(update=changes)
+    try:
+        starter = Starter(config, say=lambda text: print(text, flush=True))
+        if given.stage == "tokenizer":
+            starter.tokenizer()
+        else:
+            starter.pretrain()
+    except BadInput as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except EtudeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("stopped; the next run resumes", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
