@@ -9,6 +9,7 @@ from etude.agent.loop import AgentOptions, run_rollout
 from etude.agent.scripted import ScriptedEngine
 from etude.agent.state import Episode
 from etude.agent.tools.registry import ToolSet
+from etude.chat.format import TOOL_TOKENS
 from etude.records.errors import BadInput
 from etude.records.rollout import SpanKind, decode_rollout, encode
 
@@ -138,3 +139,39 @@ async def test_the_grammar_forbids_edits_already_tried_and_binds_to_the_viewed_f
         episode.start()
     )
     assert spec is not None and spec.source_ids == () and spec.forbidden_edits == ()
+
+
+async def test_forcing_a_retry_bars_finish_until_a_run_passes_and_run_until_an_edit(
+    tokenizer, actions, pods, make_task
+):
+    config = AgentConfig(force_retry=True, max_turns=6)
+    task = make_task()
+    plan = [actions.edit(new="x >= low"), actions.run(), actions.edit("min", "max"), actions.run(), actions.edit()]
+    plan.append(actions.run())
+    rollout = await run_rollout(
+        task,
+        attempt=0,
+        seed=1,
+        engine=ScriptedEngine(lambda ids: plan.pop(0)),
+        pods=pods,
+        tokenizer=tokenizer,
+        options=AgentOptions(config=config, verify=False),
+    )
+    episode = Episode(task, seed=1, tokenizer=tokenizer, config=config, toolset=ToolSet.of(config))
+    names = {tokenizer.special[token]: name for name, token in TOOL_TOKENS.items()}
+    allowed = []
+    for count in range(7):
+        spec = episode.grammar(episode.replay(rollout.generations[:count], rollout.tool_calls))
+        assert spec is not None
+        allowed.append({names[tool.token_id] for tool in spec.tools})
+    everything = {"edit_file", "run", "finish"}
+    retry, again = {"edit_file"}, {"edit_file", "run"}
+    assert allowed == [everything, everything, retry, again, retry, again, everything]
+    with pytest.raises(BadInput, match="force_retry"):
+        Episode(
+            task,
+            seed=1,
+            tokenizer=tokenizer,
+            config=AgentConfig(force_retry=True, grammar=False),
+            toolset=ToolSet.of(config),
+        )

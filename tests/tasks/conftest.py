@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import settings
 
 from etude.records.task import Split, Task
 from etude.tasks.corpus import Row, _tried_row
@@ -10,6 +11,9 @@ from etude.tasks.functions import Function, functions_of
 from etude.tasks.inputs import try_function
 from etude.tasks.make import repair_task
 from etude.tasks.sources import SourceModule
+
+settings.register_profile("busy machine", deadline=None)
+settings.load_profile("busy machine")
 
 CLAMP = '''
 import math

@@ -60,7 +60,9 @@ def test_too_few_hidden_failures_are_found(task: Task) -> None:
 
 def test_a_hidden_input_that_is_visible_is_found(task: Task) -> None:
     table = json.loads(task.tests["cases.json"])
-    assert any("is visible too" in t for t in _problems(_with_cases(task, hidden=table["hidden"] + table["visible"][:1])))
+    assert any(
+        "is visible too" in t for t in _problems(_with_cases(task, hidden=table["hidden"] + table["visible"][:1]))
+    )
 
 
 def test_no_hidden_cases_are_found(task: Task) -> None:
@@ -69,7 +71,7 @@ def test_no_hidden_cases_are_found(task: Task) -> None:
 
 def test_a_task_without_tests_cannot_be_read(task: Task) -> None:
     files = {path: data for path, data in to_files(task).items() if not path.startswith("tests/")}
-    with pytest.raises(TaskError, match="tests/test.sh: file is 'missing'"):
+    with pytest.raises(TaskError, match=r"tests/test\.sh: file is 'missing'"):
         from_files(files, "t")
 
 
@@ -83,7 +85,9 @@ def test_two_splits_with_one_function_are_found(row: Row) -> None:
     first = repair_task(row, 0)
     second = with_id(msgspec.structs.replace(repair_task(row, 1), split=Split.DEV, module="other.module"))
     texts = [str(problem) for problem in check_set([first, second])]
-    assert any(text.startswith("hash ") for text in texts) and any(text.startswith("signature clamp(") for text in texts)
+    assert any(text.startswith("hash ") for text in texts) and any(
+        text.startswith("signature clamp(") for text in texts
+    )
     assert not any(text.startswith("module ") for text in texts)
     third = with_id(msgspec.structs.replace(repair_task(row, 1), split=Split.DEV))
     assert any(str(problem).startswith("module pkg.numbers_m") for problem in check_set([first, third]))
@@ -108,6 +112,10 @@ def test_a_task_from_a_module_in_the_image_is_found(row: Row) -> None:
     inside = with_id(msgspec.structs.replace(repair_task(row, 0), module="stdlib.textwrap"))
     assert [p.place for p in check_set([inside], image_modules=["textwrap", "json"])] == ["image module textwrap"]
     assert check_set([repair_task(row, 0)], image_modules=["textwrap", "json"]) == []
+    lacking = msgspec.structs.replace(row, imports=("import shelve",))
+    assert [p.text for p in check_set([repair_task(lacking, 0)], image_modules=["json"])] == [
+        "imports shelve, which the image does not hold"
+    ]
 
 
 async def test_verdicts_from_pods_are_judged_the_same_way(row: Row) -> None:

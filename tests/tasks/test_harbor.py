@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import zstandard
 
+from etude.chat.repair_texts import failure_line
 from etude.records.errors import TaskError
 from etude.records.task import Split, Task
 from etude.tasks.archive import TaskSet, write_archive
@@ -35,7 +36,9 @@ def test_the_id_is_the_content_hash_of_the_folder(task: Task, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["test.sh", "cases.json", "driver.py"])
-def test_a_folder_without_tests_is_a_task_error_that_names_file_and_field(task: Task, tmp_path: Path, name: str) -> None:
+def test_a_folder_without_tests_is_a_task_error_that_names_file_and_field(
+    task: Task, tmp_path: Path, name: str
+) -> None:
     write_folder(task, tmp_path / "t")
     (tmp_path / "t/tests" / name).unlink()
     with pytest.raises(TaskError) as caught:
@@ -80,7 +83,9 @@ def test_tar_itself_reads_the_archive(row: Row, tmp_path: Path) -> None:
     task = repair_task(row, 0)
     write_archive([task], tmp_path / "a.tar.zst")
     plain = tmp_path / "a.tar"
-    plain.write_bytes(zstandard.ZstdDecompressor().decompress((tmp_path / "a.tar.zst").read_bytes(), max_output_size=1 << 26))
+    plain.write_bytes(
+        zstandard.ZstdDecompressor().decompress((tmp_path / "a.tar.zst").read_bytes(), max_output_size=1 << 26)
+    )
     with tarfile.open(plain) as tar:
         tar.extractall(tmp_path / "out", filter="data")
     assert TaskSet.open(tmp_path / "out" / task.name).get(task.id) == task
@@ -104,10 +109,11 @@ def test_the_folder_works_as_a_program(task: Task, tmp_path: Path) -> None:
     folder = tmp_path / "t"
     write_folder(task, folder)
     repo, logs = folder / "environment/repo", tmp_path / "logs"
-    _, function, visible, hidden = cases_of(task)
+    _, function, visible, _ = cases_of(task)
     broken = _run(repo, "check.py")
-    assert broken.returncode == 1 and broken.stdout.startswith(f"{function}({visible[0][0]}) -> ")
-    assert broken.stdout.strip().endswith(f", want {visible[0][1]}")
+    args, want = visible[0]
+    got = task.instruction.split(" returned ")[1].split(", expected ")[0]
+    assert broken.returncode == 1 and broken.stdout == failure_line(function, args, got, want) + "\n"
     grade = ["bash", str(folder / "tests/test.sh")]
     environment = {"REPO": str(repo), "LOGS": str(logs), "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}
     subprocess.run(grade, env=environment, check=True, timeout=30, capture_output=True)

@@ -15,7 +15,12 @@ def _function(module: str, name: str, body: str) -> Function:
 
 
 functions = st.lists(
-    st.builds(_function, st.sampled_from([f"pkg.m{n}" for n in range(12)] + ["stdlib.a"]), st.sampled_from("fgh"), st.sampled_from("abcdef")),
+    st.builds(
+        _function,
+        st.sampled_from([f"pkg.m{n}" for n in range(12)] + ["stdlib.a"]),
+        st.sampled_from("fgh"),
+        st.sampled_from("abcdef"),
+    ),
     max_size=40,
 )
 

@@ -27,6 +27,9 @@ class AgentConfig(BaseModel):
         default="original", description="What an edit applies to: the file as the task placed it, or as it is now."
     )
     grammar: bool = Field(default=True, description="Mask the sampling by the grammar of tool calls.")
+    force_retry: bool = Field(
+        default=False, description="Baseline: after a failing run only another edit is allowed; needs `grammar`."
+    )
     max_field_tokens: int = Field(
         default=24, gt=0, description="Longest value of a call's field under the grammar, in tokens."
     )

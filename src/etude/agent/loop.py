@@ -98,6 +98,8 @@ async def run_rollout(
             return body.result()
         body.cancel()
         await asyncio.wait([body])
+        if not body.cancelled():
+            return body.result()
         return run.record(StopReason.CANCELLED, error="cancelled")
     except asyncio.CancelledError:
         body.cancel()

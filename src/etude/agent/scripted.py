@@ -100,6 +100,7 @@ class ScriptedEngine:
             waiting=0,
             tokens_sampled=self.sampled,
             tokens_prefilled=0,
+            tokens_shared=0,
             steps=0,
             max_session_tokens=1 << 20,
             busy=False,

@@ -142,7 +142,9 @@ class EngineSession:
         stream = self._engine.generate(request)
         try:
             while True:
-                event = await asyncio.wait_for(_next(stream), self._idle_s)
+                # Not `wait_for`, which loses a cancellation that comes as the awaited call ends.
+                async with asyncio.timeout(self._idle_s):
+                    event = await _next(stream)
                 if isinstance(event, GenerateEnd):
                     return events, event
                 events.append(event)
@@ -193,7 +195,8 @@ class EngineSession:
     async def close(self) -> None:
         """Frees the engine's slot; an engine that cannot be reached frees it by itself."""
         try:
-            await asyncio.wait_for(self._engine.close_session(self._session_id), min(self._idle_s, 10.0))
+            async with asyncio.timeout(min(self._idle_s, 10.0)):
+                await self._engine.close_session(self._session_id)
         except (EngineError, TimeoutError):
             pass
 

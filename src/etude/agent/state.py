@@ -14,7 +14,7 @@ import msgspec
 
 from etude.agent.config import AgentConfig
 from etude.agent.prompt import Prompt, opening_prompt
-from etude.agent.tools.registry import MALFORMED, ToolSet, is_well_formed
+from etude.agent.tools.registry import MALFORMED, REFUSED, ToolSet, is_well_formed
 from etude.chat.bridge import append_results
 from etude.chat.grammar import GRAMMAR_ID, GrammarSpec, make_spec
 from etude.chat.parse import Action, parse_action
@@ -38,6 +38,10 @@ class AgentState:
     malformed_in_a_row: int = 0
     well_formed: bool = True
     edits_tried: tuple[tuple[str, str], ...] = ()
+    failing: bool = False
+    """The last test run failed."""
+    edited: bool = False
+    """A file changed since the last test run."""
     effort: Effort = field(default_factory=Effort)
     stop: StopReason | None = None
 
@@ -57,6 +61,8 @@ class Episode:
 
     def __init__(self, task: Task, *, seed: int, tokenizer: Tokenizer, config: AgentConfig, toolset: ToolSet) -> None:
         self.task, self.seed, self.tokenizer, self.config, self.toolset = task, seed, tokenizer, config, toolset
+        if config.force_retry and not (config.grammar and "edit_file" in toolset.names):
+            raise BadInput("agent", "force_retry", True, "`grammar` on and `edit_file` among the tools")
         self.limits = _limits(task.limits, config)
         self.prompt: Prompt = opening_prompt(task, tokenizer, config)
 
@@ -89,6 +95,8 @@ class Episode:
             malformed_in_a_row=state.malformed_in_a_row + 1 if malformed else 0,
             well_formed=state.well_formed and all(is_well_formed(call) for call in calls),
             edits_tried=state.edits_tried + _edits(calls, state.edits_tried),
+            failing=_last_run_failed(calls, state.failing),
+            edited=_edited(calls, state.edited),
             effort=_effort(state.effort, generation, state.fed, calls),
         )
         return replace(after, stop=self._stop(after, action, calls))
@@ -156,13 +164,19 @@ class Episode:
             hidden.append("path")
         return make_spec(
             self.tokenizer,
-            self.toolset.names,
+            self._allowed(state),
             hidden_fields=hidden,
             source_ids=self.prompt.source_ids if bound else (),
             forbidden_edits=state.edits_tried if bound else (),
             max_field_tokens=self.config.max_field_tokens,
             max_calls=self.config.max_calls,
         )
+
+    def _allowed(self, state: AgentState) -> tuple[str, ...]:
+        if not (self.config.force_retry and state.failing):
+            return self.toolset.names
+        barred = {"finish"} if state.edited else {"finish", "run"}
+        return tuple(name for name in self.toolset.names if name not in barred)
 
     def _stop(self, after: AgentState, action: Action, calls: Sequence[ToolCall]) -> StopReason | None:
         if any(call.name == "finish" and call.ok for call in calls):
@@ -190,6 +204,22 @@ def _limits(limits: Limits, config: AgentConfig) -> Limits:
     named = ("max_turns", "max_sampled_tokens", "max_context_tokens", "agent_timeout_s")
     changes = {name: getattr(config, name) for name in named if getattr(config, name) is not None}
     return msgspec.structs.replace(limits, **changes)
+
+
+def _last_run_failed(calls: Sequence[ToolCall], failing: bool) -> bool:
+    for call in calls:
+        if call.name == "run" and call.error not in REFUSED:
+            failing = not call.ok
+    return failing
+
+
+def _edited(calls: Sequence[ToolCall], edited: bool) -> bool:
+    for call in calls:
+        if call.name == "run" and call.error not in REFUSED:
+            edited = False
+        elif call.name == "edit_file" and call.ok:
+            edited = True
+    return edited
 
 
 def _edits(calls: Sequence[ToolCall], tried: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:

@@ -3,7 +3,7 @@
 Kind `cases`: only inputs enter the pod; expected values stay here and are compared here, and results come back on a
 channel of their own behind a nonce, so nothing that the code under test prints, returns or fakes is believed. Kind
 `pytest`: exact test ids from a JUnit report on that channel, with pristine tests. A fault of the policy's code scores
-0 with a reason; a fault of the pod is infrastructure. Notes: `docs` on cheats tried; knows nothing of rewards.
+0 with a reason; a fault of the pod is infrastructure. DESIGN decision 13; knows nothing of rewards.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ OUTPUT_BYTES = 16 << 10
 POD_GRACE_S = 15.0
 POD_START_S = 700.0
 """Longest wait for a pod, its turn in the backend's queue included."""
+_PROJECT_ENV = {"PYTHONPATH": "/repo:/repo/src"}
 RESTORED = "repo/"
 """Prefix of the files below `tests/` that kind `pytest` restores over the repository."""
 
@@ -94,7 +95,14 @@ _Score = tuple[int, int, str]
 
 
 async def _run(
-    task: Task, files: dict[str, bytes], pods: PodBackend, argv: list[str], stdin: bytes, probe: list[str] | None = None
+    task: Task,
+    files: dict[str, bytes],
+    pods: PodBackend,
+    argv: list[str],
+    stdin: bytes,
+    *,
+    probe: list[str] | None = None,
+    env: Mapping[str, str] | None = None,
 ) -> ExecResult:
     """One command in a fresh pod, its channel open. Raises InfrastructureError, or Unsupported when `probe` fails."""
     timeout_s = task.limits.verifier_timeout_s
@@ -108,14 +116,16 @@ async def _run(
             if found.exit_code != 0:
                 raise Unsupported(f"image {task.image} cannot run `{' '.join(probe)}` (task {task.name})")
         return await pod.exec(
-            argv, stdin=stdin, timeout_s=timeout_s, output_limit=OUTPUT_BYTES, channel_limit=CHANNEL_BYTES
+            argv, env=env, stdin=stdin, timeout_s=timeout_s, output_limit=OUTPUT_BYTES, channel_limit=CHANNEL_BYTES
         )
 
     bound_s = 2 * timeout_s + POD_GRACE_S
     try:
-        pod = await asyncio.wait_for(pods.create(spec), POD_START_S)
+        async with asyncio.timeout(POD_START_S):
+            pod = await pods.create(spec)
         try:
-            result = await asyncio.wait_for(inside(pod), bound_s)
+            async with asyncio.timeout(bound_s):
+                result = await inside(pod)
         finally:
             await _close(pod)
     except PodRefused as refusal:
@@ -129,7 +139,8 @@ async def _run(
 
 async def _close(pod: Pod) -> None:
     try:
-        await asyncio.wait_for(pod.close(), POD_GRACE_S)
+        async with asyncio.timeout(POD_GRACE_S):
+            await pod.close()
     except (InfrastructureError, TimeoutError):
         pass
 
@@ -186,8 +197,10 @@ async def _pytest(task: Task, files: dict[str, bytes], pods: PodBackend) -> _Sco
     if not plan.ids:
         raise TaskError(task.name, "tests/pytest.json: ids", [], "at least one test id")
     restored = {path.removeprefix(RESTORED): data for path, data in task.tests.items() if path.startswith(RESTORED)}
-    argv = ["python", "-B", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junit-xml=/proc/self/fd/3", *plan.ids]
-    result = await _run(task, {**files, **restored}, pods, argv, b"", ["python", "-B", "-c", "import pytest"])
+    options = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", "-o", "junit_family=xunit2"]
+    argv = ["python", "-B", "-m", "pytest", *options, "--junit-xml=/proc/self/fd/3", *plan.ids]
+    probe = ["python", "-B", "-c", "import pytest"]
+    result = await _run(task, {**files, **restored}, pods, argv, b"", probe=probe, env=_PROJECT_ENV)
     if fault := _fault(result):
         return 0, len(plan.ids), fault
     outcomes = _junit(result.channel)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from etude.agent.config import AgentConfig
-from etude.agent.tools.registry import MALFORMED, NOT_RUN, Prepared, ToolCallFault, ToolSet, refused, told
+from etude.agent.tools.registry import NOT_RUN, REFUSED, Prepared, ToolCallFault, ToolSet, refused, told
 from etude.chat.parse import ParsedCall
 from etude.chat.tokenizer import Tokenizer
 from etude.environments.pod import Pod, PodBackend, PodRefused, PodSpec
@@ -64,7 +64,7 @@ class Workbench:
         """Takes over the calls of a rollout's records: the first pod then replays the changes among them."""
         for call in calls:
             prepared = self._toolset.check_arguments(call.name, call.arguments, self._task)
-            if isinstance(prepared, Prepared) and prepared.name != "finish" and call.error not in (MALFORMED, NOT_RUN):
+            if isinstance(prepared, Prepared) and prepared.name != "finish" and call.error not in REFUSED:
                 self._done.append((prepared, call))
 
     async def run(self, calls: Sequence[ParsedCall], *, generation: int, time_left_s: float) -> list[ToolCall]:
@@ -133,9 +133,8 @@ class Workbench:
         began = self._clock()
         reply: dict[str, object]
         try:
-            reply = await asyncio.wait_for(
-                self._pod.call(prepared.name, prepared.arguments, options), timeout_s + self._config.pod_grace_s
-            )
+            async with asyncio.timeout(timeout_s + self._config.pod_grace_s):
+                reply = await self._pod.call(prepared.name, prepared.arguments, options)
         except TimeoutError:
             raise PodLost(f"{prepared.name}: no answer within {timeout_s + self._config.pod_grace_s} s") from None
         except PodRefused as refusal:
@@ -166,7 +165,8 @@ class Workbench:
             processes=self._limits.processes,
         )
         try:
-            self._pod = await asyncio.wait_for(self._pods.create(spec), self._config.pod_start_s)
+            async with asyncio.timeout(self._config.pod_start_s):
+                self._pod = await self._pods.create(spec)
         except TimeoutError:
             raise PodLost(f"pod did not start within {self._config.pod_start_s} s") from None
         except InfrastructureError as error:
@@ -196,7 +196,8 @@ class Workbench:
         while True:
             try:
                 pod = await self._open()
-                return await asyncio.wait_for(self._take(pod), CLOSE_S)
+                async with asyncio.timeout(CLOSE_S):
+                    return await self._take(pod)
             except TimeoutError:
                 await self._abandon(PodLost("reading the changed files took too long"))
             except PodLost as lost:
@@ -229,6 +230,7 @@ class Workbench:
         pod, self._pod = self._pod, None
         if pod is not None:
             try:
-                await asyncio.wait_for(pod.close(), CLOSE_S)
+                async with asyncio.timeout(CLOSE_S):
+                    await pod.close()
             except (InfrastructureError, TimeoutError):
                 pass

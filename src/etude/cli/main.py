@@ -5,6 +5,7 @@ Bad input ends with one line on standard error and exit code 2; a stopped run wi
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -64,16 +65,13 @@ def _root(
 @config_app.command("show")
 def config_show(overrides: Overrides = [], config: ConfigFiles = []) -> None:  # noqa: B006
     """Print every key of the effective config, its value and where the value came from."""
-    from rich.console import Console
-    from rich.table import Table
-
     from etude.records.config import settings
 
     tree, origins = _load(config, overrides)
-    table = Table("key", "value", "from", box=None)
-    for row in settings(tree, origins):
-        table.add_row(row.key, repr(row.value), row.origin)
-    Console(soft_wrap=True).print(table)
+    rows = list(settings(tree, origins))
+    width = max(len(row.key) for row in rows)
+    for row in rows:
+        typer.echo(f"{row.key:<{width}}  {row.value!r}  ({row.origin})")
 
 
 @app.command()
@@ -91,6 +89,100 @@ def doctor() -> None:
         raise typer.Exit(2)
 
 
+@app.command()
+def quickstart(
+    overrides: Overrides = [],  # noqa: B006
+    config: ConfigFiles = [],  # noqa: B006
+    seed: Seed = 0,
+    json: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+) -> None:
+    """Measure the starter policy, train it with reinforcement learning for some minutes, measure it again."""
+    tree, origins = _load(config, [f"coordinator.seed={seed}", *overrides], base="quickstart.toml")
+    from etude.cli.train import run_training
+
+    run_training(tree, origins, "quickstart", measure=True, json_file=json)
+
+
+@app.command()
+def train(
+    overrides: Overrides = [],  # noqa: B006
+    config: ConfigFiles = [],  # noqa: B006
+    seed: Seed = 0,
+    json: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+) -> None:
+    """Train a policy by reinforcement learning as the config says."""
+    tree, origins = _load(config, [f"coordinator.seed={seed}", *overrides])
+    from etude.cli.train import run_training
+
+    run_training(tree, origins, "train", measure=False, json_file=json)
+
+
+@eval_app.callback()
+def evaluate(
+    context: typer.Context,
+    model: Annotated[str, typer.Option("--model", help="Hugging Face folder of the policy.")] = "",
+    task: Annotated[str, typer.Option("--task", help="Task id (or its beginning) or name, with --show.")] = "",
+    show: Annotated[bool, typer.Option("--show", help="Show the policy at work on one task.")] = False,
+    attempts: Annotated[int, typer.Option("--attempts", help="Attempts at each task.")] = 0,
+    tasks: Annotated[int, typer.Option("--tasks", help="Number of tasks.")] = 0,
+    split: Annotated[str, typer.Option("--split", help="Task split: held_out, dev or rl.")] = "",
+    temperature: Annotated[float, typer.Option("--temperature", help="Sampling temperature.")] = -1.0,
+    json: Annotated[Path | None, typer.Option("--json", help="Write the evaluation record to this file.")] = None,
+    config: ConfigFiles = [],  # noqa: B006
+) -> None:
+    """Measure a policy on held-out tasks, or show it at work on one."""
+    if context.invoked_subcommand is not None:
+        return
+    given = {
+        "model": f'"{model}"' if model else None,
+        "evaluation.attempts": attempts or None,
+        "evaluation.tasks": tasks or None,
+        "evaluation.split": f'"{split}"' if split else None,
+        "evaluation.temperature": temperature if temperature >= 0 else None,
+    }
+    overrides = [f"{key}={value}" for key, value in given.items() if value is not None]
+    if 0 < attempts < 4:
+        overrides.append(f"evaluation.best_of={attempts}")
+    tree, _ = _load(config, overrides, base="quickstart.toml")
+    from etude.cli import evaluate as commands
+
+    if show or task:
+        commands.show(tree, task, max(1, attempts))
+    else:
+        commands.measure(tree, json)
+
+
+@serve_app.command("inference", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve_inference(context: typer.Context) -> None:
+    """Serve a policy: every field of the `inference` config is an option (--model DIR --port N --store URL --run PREFIX)."""
+    from etude.inference.server import main as serve
+
+    raise typer.Exit(serve(context.args))
+
+
+@runs_app.command("list")
+def runs_list(config: ConfigFiles = []) -> None:  # noqa: B006
+    """Runs, oldest first, with what they found."""
+    import msgspec
+
+    from etude.cli.tree import located
+    from etude.coordinator.summary import Summary
+
+    tree, _ = _load(config, [])
+    for folder in sorted(path for path in located(tree.runs).glob("*") if (path / "config.json").exists()):
+        summary = folder / "summary.json"
+        facts = msgspec.json.decode(summary.read_bytes(), type=Summary).facts if summary.exists() else {}
+        typer.echo(f"{folder.name}  " + ("  ".join(f"{k}: {v}" for k, v in facts.items()) or "not finished"))
+
+
+@runs_app.command("report")
+def runs_report(run: Annotated[Path, typer.Argument(help="Run folder.")]) -> None:
+    """Write a run's report.html anew."""
+    from etude.web.report import write_report
+
+    typer.echo(str(write_report(run)))
+
+
 def _reported(command: Callable[P, R]) -> Callable[P, R]:
     """Turns expected errors into one line and an exit code."""
 
@@ -104,6 +196,13 @@ def _reported(command: Callable[P, R]) -> Callable[P, R]:
         except EtudeError as error:
             typer.echo(f"etude: {type(error).__name__}: {error}", err=True)
             sys.exit(1)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+                raise
+            typer.echo(
+                f"etude: {error.filename or 'disk'}: space is used up; expected room to write ({error})", err=True
+            )
+            sys.exit(2)
         except KeyboardInterrupt:
             typer.echo("etude: stopped", err=True)
             sys.exit(130)

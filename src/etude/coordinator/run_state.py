@@ -298,7 +298,7 @@ class RunState:
         self._expect(record.draw, GroupState.IN_FLIGHT, f"given the slot state {record.state}")
         if record.draw not in self.slots:
             self.slots[record.draw] = self._new_slots(record.draw)
-        self.slots[record.draw].move(record.place, record.state)
+        self.slots[record.draw].move(record.place, SlotState(record.state))
 
     def _seal(self, record: GroupSealed) -> None:
         info = self._expect(record.draw, GroupState.IN_FLIGHT, "sealed")

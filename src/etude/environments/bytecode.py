@@ -40,7 +40,16 @@ def main() -> None:
     import _imp
 
     frozen = list(getattr(_imp, "_frozen_module_names", list)())
-    json.dump({"loaded": loaded, "missing": missing, "code": code, "builtin": list(sys.builtin_module_names), "frozen": frozen}, sys.stdout)
+    json.dump(
+        {
+            "loaded": loaded,
+            "missing": missing,
+            "code": code,
+            "builtin": list(sys.builtin_module_names),
+            "frozen": frozen,
+        },
+        sys.stdout,
+    )
 
 
 if __name__ == "__main__":

@@ -67,7 +67,11 @@ class CgroupPlan:
 
     def memory(self) -> tuple[int | None, int | None]:
         """(bytes in use, peak)."""
-        now, peak = ("memory.usage_in_bytes", "memory.max_usage_in_bytes") if self.version == 1 else ("memory.current", "memory.peak")
+        now, peak = (
+            ("memory.usage_in_bytes", "memory.max_usage_in_bytes")
+            if self.version == 1
+            else ("memory.current", "memory.peak")
+        )
         folder = self.folders.get("memory")
         return _number(folder, now), _number(folder, peak)
 

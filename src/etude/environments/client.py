@@ -25,7 +25,13 @@ class AgentPod:
     """See `etude.environments.pod.Pod`."""
 
     def __init__(
-        self, pod_id: str, spec: PodSpec, link: protocol.Link, *, oom_kills: Callable[[], int], end: Callable[[], Awaitable[None]]
+        self,
+        pod_id: str,
+        spec: PodSpec,
+        link: protocol.Link,
+        *,
+        oom_kills: Callable[[], int],
+        end: Callable[[], Awaitable[None]],
     ) -> None:
         self._id, self._spec, self.link = pod_id, spec, link
         self._oom_kills, self._end = oom_kills, end
@@ -115,7 +121,14 @@ class AgentPod:
                 raise PodLost(f"pod {self._id} is gone: out of memory ({self._spec.memory_bytes} bytes)") from lost
             raise
 
-    async def start(self, argv: Sequence[str], *, cwd: str | None = None, env: Mapping[str, str] | None = None, lifetime_s: float = 3600.0) -> str:
+    async def start(
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        lifetime_s: float = 3600.0,
+    ) -> str:
         message = protocol.Exec(
             id=self._next(),
             argv=list(argv),
@@ -141,7 +154,9 @@ class AgentPod:
         return await self._request(protocol.Processes(id=self._next()), protocol.ProcessesReply, QUICK_S)
 
     async def read(self, path: str, *, limit: int = FILE_LIMIT) -> bytes:
-        return (await self._request(protocol.Read(id=self._next(), path=path, limit=limit), protocol.ReadReply, QUICK_S)).data
+        return (
+            await self._request(protocol.Read(id=self._next(), path=path, limit=limit), protocol.ReadReply, QUICK_S)
+        ).data
 
     async def write(self, path: str, data: bytes, mode: int = 0o644) -> None:
         await self._request(protocol.Write(id=self._next(), path=path, data=data, mode=mode), protocol.Empty, QUICK_S)
@@ -158,7 +173,12 @@ class AgentPod:
         return FileStat(reply.kind, reply.size, reply.mode, reply.mtime_ns)
 
     async def call(
-        self, tool: str, arguments: Mapping[str, object], options: Mapping[str, object] | None = None, *, request_id: str | None = None
+        self,
+        tool: str,
+        arguments: Mapping[str, object],
+        options: Mapping[str, object] | None = None,
+        *,
+        request_id: str | None = None,
     ) -> dict[str, object]:
         chosen = dict(options or {})
         timeout_ms = chosen.get("timeout_ms")

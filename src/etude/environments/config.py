@@ -13,13 +13,19 @@ class EnvironmentsConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    backend: str = Field("namespace", pattern="^namespace$", description="Which kind of pod; `namespace` is the one that exists.")
+    backend: str = Field(
+        "namespace", pattern="^namespace$", description="Which kind of pod; `namespace` is the one that exists."
+    )
     cache: Path = Field(Path(".cache/pods"), description="Folder for the image and the compiled launcher.")
     max_pods: int = Field(
-        default_factory=lambda: 8 * (os.cpu_count() or 1), ge=1, description="Pods at a time on this machine; further starts wait."
+        default_factory=lambda: 8 * (os.cpu_count() or 1),
+        ge=1,
+        description="Pods at a time on this machine; further starts wait.",
     )
     start_timeout_s: float = Field(10.0, gt=0, description="Seconds until a starting pod counts as failed.")
     queue_timeout_s: float = Field(600.0, gt=0, description="Seconds that a start may wait for a place.")
     cpus: float = Field(1.0, gt=0, description="Cores that one pod may use, where the machine can limit it.")
     disk_bytes: int = Field(64 << 20, ge=1 << 20, description="Bytes that files in one pod may take.")
-    launcher: str = Field("auto", pattern="^(auto|c|python)$", description="`c` is compiled on first use, `python` needs no compiler.")
+    launcher: str = Field(
+        "auto", pattern="^(auto|c|python)$", description="`c` is compiled on first use, `python` needs no compiler."
+    )

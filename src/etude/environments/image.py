@@ -27,10 +27,11 @@ BUILDER_VERSION = 1
 # below /usr, where an interpreter finds its library from its own path
 AGENT_FOLDER = "/usr/pod"
 AGENT_PYTHON = f"{AGENT_FOLDER}/python"
-# no argument may contain a path of the host; -I -S keep the start short and out of reach of the repository
+# -P -s -S keep the start short and out of reach of the repository; the environment is the launcher's, with the pod's hash seed
 AGENT_ARGV = (
     AGENT_PYTHON,
-    "-I",
+    "-P",
+    "-s",
     "-S",
     "-X",
     "utf8",
@@ -80,10 +81,45 @@ STDLIB_MODULES = (
     "weakref",
 )
 PROGRAMS = (
-    *("sh", "grep", "cat", "chmod", "cp", "cut", "date", "dd", "echo", "env", "false", "find", "head", "ln", "ls", "mkdir", "mv"),
-    *("printf", "pwd", "rm", "rmdir", "sed", "seq", "sleep", "sort", "tail", "tee", "test", "touch", "tr", "true", "uniq", "wc"),
+    *(
+        "sh",
+        "grep",
+        "cat",
+        "chmod",
+        "cp",
+        "cut",
+        "date",
+        "dd",
+        "echo",
+        "env",
+        "false",
+        "find",
+        "head",
+        "ln",
+        "ls",
+        "mkdir",
+        "mv",
+    ),
+    *(
+        "printf",
+        "pwd",
+        "rm",
+        "rmdir",
+        "sed",
+        "seq",
+        "sleep",
+        "sort",
+        "tail",
+        "tee",
+        "test",
+        "touch",
+        "tr",
+        "true",
+        "uniq",
+        "wc",
+    ),
 )
-OPTIONAL_PROGRAMS = ("bash", "diff")
+OPTIONAL_PROGRAMS = ("basename", "bash", "cmp", "diff", "dirname", "id", "setsid", "timeout", "xargs")
 NEEDED_PROGRAMS = ("sh", "cat", "grep")
 
 
@@ -129,7 +165,9 @@ def ensure_image(cache: Path, *, modules: tuple[str, ...] = STDLIB_MODULES) -> I
     Raises MissingCapability when this machine lacks what an image is made of, BadInput when `cache` cannot be written.
     """
     if sys.platform != "linux":
-        raise MissingCapability("environments", "platform", sys.platform, "Linux for namespace pods (run in a Linux machine or VM)")
+        raise MissingCapability(
+            "environments", "platform", sys.platform, "Linux for namespace pods (run in a Linux machine or VM)"
+        )
     cache = cache.absolute()
     key_file = cache / "keys" / f"{_fingerprint(modules)}.json"
     try:
@@ -160,7 +198,9 @@ def ensure_image(cache: Path, *, modules: tuple[str, ...] = STDLIB_MODULES) -> I
         finally:
             shutil.rmtree(staging, ignore_errors=True)
     except OSError as error:
-        raise BadInput(str(cache), "environments.cache", error.strerror, "a writable directory with 200 MB free") from error
+        raise BadInput(
+            str(cache), "environments.cache", error.strerror, "a writable directory with 200 MB free"
+        ) from error
 
 
 def image_digest(root: Path) -> str:
@@ -205,7 +245,17 @@ class _Builder:
         self.loader = ""
 
     def build(self) -> set[str]:
-        for name in ("usr/bin", "etc", "proc", "dev", "tmp", "home", "repo", f".{self.lib}/lib-dynload", f".{AGENT_FOLDER}/podagent"):
+        for name in (
+            "usr/bin",
+            "etc",
+            "proc",
+            "dev",
+            "tmp",
+            "home",
+            "repo",
+            f".{self.lib}/lib-dynload",
+            f".{AGENT_FOLDER}/podagent",
+        ):
             (self.root / name).mkdir(parents=True, exist_ok=True)
         os.symlink("usr/bin", self.root / "bin")
         for name, target in (("fd", "/proc/self/fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
@@ -240,7 +290,9 @@ class _Builder:
         sources = [(str(path), f"{AGENT_FOLDER}/podagent/{path.name}") for path in _agent_sources()]
         first = self._bytecode([])
         if first["missing"]:
-            raise MissingCapability("image", "standard modules", first["missing"], "a Python with its whole standard library")
+            raise MissingCapability(
+                "image", "standard modules", first["missing"], "a Python with its whole standard library"
+            )
         stdlib = Path(sysconfig.get_path("stdlib")).resolve()
         python_files: dict[str, str] = {}
         for name, found in first["loaded"].items():
@@ -264,7 +316,9 @@ class _Builder:
         request = json.dumps({"modules": self.wanted, "sources": sources})
         done = subprocess.run(command, input=request, capture_output=True, text=True, timeout=120)
         if done.returncode:
-            raise MissingCapability("image", str(self.python), done.stderr.strip()[-200:], "a Python interpreter that starts with -I -S")
+            raise MissingCapability(
+                "image", str(self.python), done.stderr.strip()[-200:], "a Python interpreter that starts with -I -S"
+            )
         answer: dict = json.loads(done.stdout)  # type: ignore[type-arg]
         return answer
 
@@ -273,7 +327,9 @@ class _Builder:
             found = shutil.which(name, path="/usr/bin:/bin")
             if found is None or Path(found).read_bytes()[:4] != b"\x7fELF":
                 if name in NEEDED_PROGRAMS:
-                    raise MissingCapability("image", "program", name, f"{name} in /usr/bin or /bin (install coreutils, grep and a shell)")
+                    raise MissingCapability(
+                        "image", "program", name, f"{name} in /usr/bin or /bin (install coreutils, grep and a shell)"
+                    )
                 continue
             self._copy(Path(os.path.realpath(found)), f"/usr/bin/{name}", 0o755)
 

@@ -34,7 +34,12 @@ class Launcher:
 
     def command(self, image: Image, options: Sequence[str], argv: Sequence[str]) -> list[str]:
         """The whole command that starts `argv` as PID 1 of a pod."""
-        fixed = (f"state={self.state}", f"image=images/{image.digest}", f"seccomp={self.filter_file}", f"userns={int(self.user_namespace)}")
+        fixed = (
+            f"state={self.state}",
+            f"image=images/{image.digest}",
+            f"seccomp={self.filter_file}",
+            f"userns={int(self.user_namespace)}",
+        )
         return [*self.program, *fixed, *options, "--", *argv]
 
 
@@ -50,7 +55,12 @@ def find_launcher(cache: Path, kind: str = "auto") -> Launcher:
         os.replace(new, filter_file)
     binary = ensure_program(SOURCE, cache / "bin") if kind != "python" else None
     if binary is None and kind == "c":
-        raise MissingCapability("environments", "C compiler", "none found", "cc, gcc or clang (apt-get install gcc libc6-dev), or launcher = python")
+        raise MissingCapability(
+            "environments",
+            "C compiler",
+            "none found",
+            "cc, gcc or clang (apt-get install gcc libc6-dev), or launcher = python",
+        )
     notices = () if binary else ("pods start with the Python launcher, several times slower: install a C compiler",)
     python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     program = (str(binary),) if binary else (python, "-I", "-S", str(PYTHON_TWIN))
@@ -61,8 +71,17 @@ def probe_launch(launcher: Launcher, image: Image) -> str:
     """Starts a pod that does nothing; what the launcher says when it fails, or an empty text."""
     try:
         done = subprocess.run(
-            launcher.command(image, [], ["/usr/bin/true"]), stdin=subprocess.DEVNULL, capture_output=True, timeout=20, env={}, cwd="/"
+            launcher.command(image, [], ["/usr/bin/true"]),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=20,
+            env={},
+            cwd="/",
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
-    return "" if done.returncode == 0 else done.stderr.decode("utf-8", "replace").strip() or f"exit status {done.returncode}"
+    return (
+        ""
+        if done.returncode == 0
+        else done.stderr.decode("utf-8", "replace").strip() or f"exit status {done.returncode}"
+    )

@@ -25,7 +25,9 @@ class PodLease:
         try:
             await asyncio.wait_for(self._places.acquire(), timeout_s)
         except TimeoutError:
-            raise InfrastructureError(f"no place for a pod within {timeout_s:g} s: {self.held} of {self.limit} are held") from None
+            raise InfrastructureError(
+                f"no place for a pod within {timeout_s:g} s: {self.held} of {self.limit} are held"
+            ) from None
         finally:
             self.waiting -= 1
         self.held += 1

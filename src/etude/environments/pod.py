@@ -156,7 +156,14 @@ class Pod(Protocol):
         """Runs a program to its end. A timeout kills all it started and keeps what was written."""
         ...
 
-    async def start(self, argv: Sequence[str], *, cwd: str | None = None, env: Mapping[str, str] | None = None, lifetime_s: float = 3600.0) -> str:
+    async def start(
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        lifetime_s: float = 3600.0,
+    ) -> str:
         """Starts a program in the background; the handle is for `attach` and `signal`. Other commands' timeouts spare it."""
         ...
 
@@ -183,7 +190,12 @@ class Pod(Protocol):
     async def stat(self, path: str) -> FileStat: ...
 
     async def call(
-        self, tool: str, arguments: Mapping[str, object], options: Mapping[str, object] | None = None, *, request_id: str | None = None
+        self,
+        tool: str,
+        arguments: Mapping[str, object],
+        options: Mapping[str, object] | None = None,
+        *,
+        request_id: str | None = None,
     ) -> dict[str, object]:
         """Calls a tool of the library in the pod: `{ok, text, error, changed, timed_out, oom, dropped}`."""
         ...

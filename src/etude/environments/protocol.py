@@ -25,7 +25,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag_field="verb"):
     id: str
 
 
-class Hello(Request, tag="hello"):
+class Hello(Request, tag="hello", frozen=True, kw_only=True):
     version: int
     workdir: str
     env: dict[str, str]
@@ -33,7 +33,7 @@ class Hello(Request, tag="hello"):
     """(path, mode, content): what the task places; edits can refer to it."""
 
 
-class Exec(Request, tag="exec"):
+class Exec(Request, tag="exec", frozen=True, kw_only=True):
     argv: list[str]
     cwd: str
     env: dict[str, str]
@@ -45,44 +45,44 @@ class Exec(Request, tag="exec"):
     merge: bool = False
 
 
-class Attach(Request, tag="attach"):
+class Attach(Request, tag="attach", frozen=True, kw_only=True):
     handle: str
 
 
-class Signal(Request, tag="signal"):
+class Signal(Request, tag="signal", frozen=True, kw_only=True):
     target: str
     signal: int
 
 
-class Processes(Request, tag="ps"):
+class Processes(Request, tag="ps", frozen=True, kw_only=True):
     pass
 
 
-class Read(Request, tag="read"):
+class Read(Request, tag="read", frozen=True, kw_only=True):
     path: str
     limit: int
 
 
-class Write(Request, tag="write"):
+class Write(Request, tag="write", frozen=True, kw_only=True):
     path: str
     data: bytes
     mode: int
 
 
-class Stat(Request, tag="stat"):
+class Stat(Request, tag="stat", frozen=True, kw_only=True):
     path: str
 
 
-class TarIn(Request, tag="tar_in"):
+class TarIn(Request, tag="tar_in", frozen=True, kw_only=True):
     data: bytes
 
 
-class TarOut(Request, tag="tar_out"):
+class TarOut(Request, tag="tar_out", frozen=True, kw_only=True):
     paths: list[str]
     limit: int
 
 
-class Call(Request, tag="call"):
+class Call(Request, tag="call", frozen=True, kw_only=True):
     tool: str
     arguments: dict[str, object]
     options: dict[str, object]

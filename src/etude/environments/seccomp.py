@@ -78,11 +78,18 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     "mount_setattr": (442, 442),
     "quotactl_fd": (443, 443),
 }
-MISSING = {"io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "clone3": (435, 435)}
+MISSING = {
+    "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "clone3": (435, 435),
+}
 CLONE, SOCKET, IOCTL = (56, 220), (41, 198), (16, 29)
 NEW_USER_NAMESPACE = 0x10000000
 # namespaces' clone flags: time, mount, cgroup, uts, ipc, user, pid, net
-NEW_NAMESPACES = 0x00000080 | 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | NEW_USER_NAMESPACE | 0x20000000 | 0x40000000
+NEW_NAMESPACES = (
+    0x00000080 | 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | NEW_USER_NAMESPACE | 0x20000000 | 0x40000000
+)
 # unix, inet, inet6, netlink: the others (vsock, packet, alg, ...) are not confined by a network namespace, or reach odd kernel code
 SOCKET_FAMILIES = (1, 2, 10, 16)
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C
@@ -115,13 +122,22 @@ def filter_bytes(machine: str | None = None) -> bytes:
         program += [instruction(JUMP_GREATER_EQUAL, 0, 1, 0x40000000), give(ERRNO | errno.ENOSYS)]
     program += when_number(
         CLONE[column],
-        [instruction(LOAD, 0, 0, FIRST_ARGUMENT), instruction(JUMP_SET, 0, 1, NEW_NAMESPACES), give(ERRNO | errno.EPERM), give(ALLOW)],
+        [
+            instruction(LOAD, 0, 0, FIRST_ARGUMENT),
+            instruction(JUMP_SET, 0, 1, NEW_NAMESPACES),
+            give(ERRNO | errno.EPERM),
+            give(ALLOW),
+        ],
     )
     families = [instruction(LOAD, 0, 0, FIRST_ARGUMENT)]
     for position, family in enumerate(SOCKET_FAMILIES):
         families.append(instruction(JUMP_EQUAL, len(SOCKET_FAMILIES) - position, 0, family))
     program += when_number(SOCKET[column], [*families, give(ERRNO | errno.EAFNOSUPPORT), give(ALLOW)])
-    requests = [instruction(LOAD, 0, 0, SECOND_ARGUMENT), instruction(JUMP_EQUAL, 1, 0, TIOCSTI), instruction(JUMP_EQUAL, 0, 1, TIOCLINUX)]
+    requests = [
+        instruction(LOAD, 0, 0, SECOND_ARGUMENT),
+        instruction(JUMP_EQUAL, 1, 0, TIOCSTI),
+        instruction(JUMP_EQUAL, 0, 1, TIOCLINUX),
+    ]
     program += when_number(IOCTL[column], [*requests, give(ERRNO | errno.EPERM), give(ALLOW)])
     for name, numbers in {**DENIED, **MISSING}.items():
         number = numbers[column]

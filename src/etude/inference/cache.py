@@ -1,13 +1,13 @@
 """Book-keeping of sessions over the static slots of a key/value cache: who holds a slot, what it holds, who goes first.
 
-A session keeps its slot, its ids and the routes of its positions between its turns; no slot is ever shared or handed on
-with content, so a new session cannot read pages of another session or version. Idle sessions give way, least recently
-used first. Knows nothing of torch, of sampling or of weights.
+A session keeps its slot, its ids and the routes of its positions between its turns. A new session may copy the pages of a
+prompt that it shares with another one, but only pages made by the weights now served (`generation`, a count of swaps).
+Idle sessions give way, least recently used first. Knows nothing of torch, of sampling or of weights.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from etude.inference.jobs import Job
 
 Routes = npt.NDArray[np.unsignedinteger[Any]]
+
+SHARED_TOKENS = 16
+"""Shortest common prefix that is worth a copy."""
 
 
 @dataclass(eq=False, slots=True)
@@ -67,7 +70,9 @@ class SessionTable:
         self.slots, self.max_tokens = slots, max_tokens
         self.routes: Routes = np.zeros((slots, max_tokens, *routes_tail), dtype=np.dtype(routes_dtype))
         self._free_pages = free_pages
-        self._free = list(range(slots - 1, -1, -1))
+        self._free = deque(range(slots))
+        self._prompts: dict[int, tuple[int, list[int]]] = {}
+        """By slot: the generation and ids of its first pages, kept after the session is gone until the slot is taken."""
         self._sessions: OrderedDict[str, Session] = OrderedDict()
 
     def __len__(self) -> int:
@@ -96,7 +101,10 @@ class SessionTable:
 
     def open(self, session_id: str, now: float) -> Session:
         """A new session in a free slot; the caller has seen to it that there is one."""
-        session = Session(session_id, self._free.pop(), now)
+        # The slot freed longest ago: the prompts of the others can still be copied.
+        session = Session(session_id, self._free.popleft(), now)
+        self._prompts.pop(session.slot, None)
+        self._free_pages(session.slot, 0)
         self._sessions[session_id] = session
         return session
 
@@ -107,14 +115,38 @@ class SessionTable:
         if session.cached > length:
             session.cached = length
             self._free_pages(session.slot, length)
+            if session.slot in self._prompts:
+                del self._prompts[session.slot][1][length:]
 
     def forget_pages(self, session: Session) -> None:
         """Keeps the ids, drops pages and routes: they are made again before the session's next token."""
         session.cached = session.delivered = 0
+        self._prompts.pop(session.slot, None)
         self._free_pages(session.slot, 0)
 
+    def remember_prompt(self, session: Session, generation: int) -> None:
+        """Notes that the session's pages up to here were all made by the weights of `generation`."""
+        self._prompts[session.slot] = (generation, session.ids[: session.cached])
+
+    def shared_prompt(self, session: Session, generation: int) -> tuple[int, int]:
+        """(slot, tokens) of the longest prefix of the session's ids with pages of that generation; 0 tokens when none.
+
+        At least one id is left to feed.
+        """
+        best, slot = 0, -1
+        head = session.ids[:SHARED_TOKENS]
+        for candidate, (made_by, ids) in self._prompts.items():
+            if made_by != generation or candidate == session.slot or ids[:SHARED_TOKENS] != head:
+                continue
+            limit = min(len(ids), len(session.ids) - 1)
+            length = limit
+            if ids[:limit] != session.ids[:limit]:
+                length = next(i for i, (a, b) in enumerate(zip(ids, session.ids)) if a != b)
+            if length > best:
+                best, slot = length, candidate
+        return (slot, best) if best >= SHARED_TOKENS else (-1, 0)
+
     def close(self, session: Session) -> None:
-        """Forgets the session and frees its slot."""
+        """Forgets the session and frees its slot; its prompt can be copied until the slot is taken."""
         del self._sessions[session.id]
-        self._free_pages(session.slot, 0)
         self._free.append(session.slot)

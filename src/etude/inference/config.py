@@ -17,6 +17,7 @@ class EngineConfig(BaseModel):
     prefill_tokens: int = Field(
         default=2048, ge=1, description="Prompt tokens (padding included) fed to one forward call."
     )
+    share_prompts: bool = Field(default=True, description="Copy pages of a prompt that another session began with.")
     queue_limit: int = Field(default=256, ge=0, description="New sessions that may wait for a slot; more are `busy`.")
     queue_timeout_s: float = Field(default=60.0, gt=0, description="Longest wait for a slot before `busy`.")
     idle_timeout_s: float = Field(default=300.0, gt=0, description="A session without a request for so long is freed.")

@@ -232,6 +232,7 @@ class Engine:
             waiting=waiting,
             tokens_sampled=state.tokens_sampled,
             tokens_prefilled=state.tokens_prefilled,
+            tokens_shared=state.tokens_shared,
             steps=state.steps,
             max_session_tokens=self.config.max_session_tokens,
             busy=waiting > 0 or len(state.running) == state.table.slots,

@@ -165,6 +165,9 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int
     tokens_sampled: int
     tokens_prefilled: int
+    """Prompt tokens computed."""
+    tokens_shared: int
+    """Prompt tokens whose pages were copied from a session that began alike."""
     steps: int
     max_session_tokens: int
     busy: bool

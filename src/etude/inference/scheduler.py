@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -49,7 +49,7 @@ class Scheduler:
         self.draining = False
         self.fenced = ""
         self.fence_kind = FaultKind.INTEGRITY
-        self.tokens_sampled = self.tokens_prefilled = self.steps = 0
+        self.tokens_sampled = self.tokens_prefilled = self.tokens_shared = self.steps = 0
 
     # -- what callers ask, between steps ---------------------------------------------------------------------------
 
@@ -254,6 +254,7 @@ class Scheduler:
         prompts = self._prefill()
         if prompts:
             self._advance(prompts, now)
+            self._share(session for session in self._sessions() if session.cached == 0)
         decoding = [session for session in self._sessions() if session.pending == 1]
         if decoding:
             self._advance(decoding, now)
@@ -264,14 +265,37 @@ class Scheduler:
         return [job.session for job in self.running.values() if job.session is not None]
 
     def _prefill(self) -> list[Session]:
-        """Sessions with several ids to feed, oldest request first, up to `prefill_tokens` together (at least one)."""
+        """Sessions with several ids to feed, oldest request first, up to `prefill_tokens` together (at least one).
+
+        Of sessions that begin with the same ids one goes ahead; the others copy its pages after this call.
+        """
         batch: list[Session] = []
+        ahead: set[tuple[int, ...]] = set()
         budget = self.config.prefill_tokens
         for session in self._sessions():
+            if session.cached == 0 and self.config.share_prompts:
+                key = tuple(session.ids)
+                if key in ahead:
+                    continue
+                ahead.add(key)
+                self._share((session,))
             if session.pending > 1 and (not batch or session.pending <= budget):
                 batch.append(session)
                 budget -= session.pending
         return batch
+
+    def _share(self, sessions: Iterable[Session]) -> None:
+        """Copies pages and routes of a common prompt of the same weights into sessions that have none yet."""
+        if not self.config.share_prompts:
+            return
+        for session in sessions:
+            donor, count = self.table.shared_prompt(session, self.weights.generation)
+            if not count:
+                continue
+            self.cache.copy(donor, session.slot, count)
+            self.table.routes[session.slot, :count] = self.table.routes[donor, :count]
+            session.cached = count
+            self.tokens_shared += count
 
     def _advance(self, sessions: Sequence[Session], now: float) -> None:
         """Feeds each session its pending ids (as many as one call takes) and samples for those that are then complete."""
@@ -294,6 +318,8 @@ class Scheduler:
                 self.table.routes[session.slot, session.cached : session.cached + count] = routes[i, :count]
         for session, count in zip(sessions, counts):
             session.cached += count
+            if session.cached == count:
+                self.table.remember_prompt(session, self.weights.generation)
         ready = [i for i, session in enumerate(sessions) if session.pending == 0]
         if ready:
             hidden_BD = out.hidden[torch.arange(len(sessions)), lengths_B - 1]

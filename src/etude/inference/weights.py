@@ -43,6 +43,8 @@ class LiveWeights:
         self.decoder = decoder.eval().requires_grad_(False)
         self.policy_version, self.manifest_key = policy_version, manifest_key
         self.digest = live_digest(self.decoder)
+        self.generation = 0
+        """Swaps so far: pages of two generations were made by different weights."""
         self._shadow: Decoder | None = None
 
     def verify(self) -> None:
@@ -79,4 +81,5 @@ class LiveWeights:
             self.decoder = outgoing
             raise
         self._shadow = outgoing
+        self.generation += 1
         self.policy_version, self.manifest_key, self.digest = policy_version, manifest_key, digest

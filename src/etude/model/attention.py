@@ -9,7 +9,6 @@ Shapes: M tokens, D model width, H heads, K query/key width (nope + rope), V val
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from etude.model.config import ModelConfig
@@ -28,7 +27,10 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        # Written out: torch's composite rms_norm costs a tenth of a decode step on the CPU.
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        scale = (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        return (wide * scale).to(x.dtype) * self.weight
 
 
 class LatentAttention(nn.Module):

@@ -36,7 +36,9 @@ def ensure_program(source: Path, cache: Path) -> Path | None:
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         built = Path(folder) / source.stem
         for static in (("-static",), ()):
-            done = subprocess.run([cc, *FLAGS, *static, "-o", str(built), str(source)], capture_output=True, timeout=120)
+            done = subprocess.run(
+                [cc, *FLAGS, *static, "-o", str(built), str(source)], capture_output=True, timeout=120
+            )
             if done.returncode == 0:
                 os.replace(built, target)
                 return target

@@ -237,7 +237,7 @@ static void run_pod(int ready) {
     sigset_t nothing;
     sigemptyset(&nothing);
     sigprocmask(SIG_SETMASK, &nothing, NULL);
-    static char *environment[] = {"PATH=/usr/bin:/bin", "LC_ALL=C.UTF-8", NULL};
+    static char *environment[] = {"PATH=/usr/bin:/bin", "LC_ALL=C.UTF-8", "PYTHONHASHSEED=0", NULL};
     execve(pod_argv[0], pod_argv, environment);
     fail("exec %s", pod_argv[0]);
 }

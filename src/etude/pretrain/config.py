@@ -10,15 +10,19 @@ class EpisodeMix(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    raw: float = Field(0.15, ge=0, le=1, description="Share of episodes that are a source file on its own.")
-    several_bugs: float = Field(0.35, ge=0, le=1, description="Share with two or three bugs, repaired in one action.")
+    raw: float = Field(0.08, ge=0, le=1, description="Share of episodes that are a source file on its own.")
+    several_bugs: float = Field(0.5, ge=0, le=1, description="Share with several bugs, repaired in one action.")
+    most_bugs: int = Field(5, ge=2, description="Most bugs of such an episode.")
+    ending: float = Field(0.3, ge=0, le=1, description="Share of one-bug episodes that go on to a passing run and `finish`.")
     wrong_edit: float = Field(0.3, ge=0, le=1, description="Share of one-bug episodes that open with a wrong edit and a failing run.")
     failing_only: bool = Field(False, description="Only mutants whose failing check is known.")
     operator_weights: dict[str, float] = Field(
-        {"wrong_name": 0.1}, description="Probability of keeping a mutant, by operator; 1 where not named."
+        {"wrong_name": 0.1, "swapped_arguments": 0.4}, description="Probability of keeping a mutant, by operator; 1 where not named."
     )
     action_weight: float = Field(1.0, ge=0, description="Loss weight of a token that the policy will sample.")
-    prompt_weight: float = Field(0.2, ge=0, description="Loss weight of a token of the broken file.")
+    prompt_weight: float = Field(0.4, ge=0, description="Loss weight of a sampled token of the broken file.")
+    prompt_share: float = Field(0.35, ge=0, le=1, description="Share of the broken file's tokens that are targets.")
+    longest_field: int = Field(24, gt=0, description="Longest `new` of an edit, in tokens (the grammar's limit).")
     raw_weight: float = Field(0.3, ge=0, description="Loss weight of a token of a raw document.")
     longest: int = Field(448, gt=0, description="Longer episodes are dropped, in tokens.")
 
@@ -55,11 +59,11 @@ class PretrainConfig(BaseModel):
     vocab_size: int = Field(2048, gt=300, description="Tokenizer's ids.")
     seed: int = Field(0, description="Seed of weights, data order and draws.")
     threads: int = Field(1, gt=0, description="Compute threads of a training process.")
-    low_precision: bool = Field(True, description="BF16 products with FP32 sums where the processor has them.")
-    aside: int = Field(400, ge=0, description="Functions of each split kept out of training, for evaluation.")
+    aside: int = Field(400, ge=0, description="Functions of the pretrain split kept out of training, for evaluation.")
+    sft_aside: int = Field(80, ge=0, description="The same of the SFT split.")
     mix: EpisodeMix = Field(default_factory=EpisodeMix, description="Episodes while the rate is flat.")  # type: ignore[arg-type]
     decay_mix: EpisodeMix = Field(
-        default_factory=lambda: EpisodeMix(raw=0.05, several_bugs=0.25, prompt_weight=0.1, raw_weight=0.1),  # type: ignore[call-arg]
+        default_factory=lambda: EpisodeMix(raw=0.04, several_bugs=0.3, ending=0.6, prompt_weight=0.2, raw_weight=0.1),  # type: ignore[call-arg]
         description="Episodes while the rate falls.",
     )
     pretrain: PhaseConfig = Field(default_factory=PhaseConfig, description="The pretraining phase.")  # type: ignore[arg-type]

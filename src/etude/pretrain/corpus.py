@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import random
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from etude.chat.repair_texts import failure_line, repair_instruction
 from etude.chat.tokenizer import Tokenizer
 from etude.pretrain.batches import Episode, PoolSource
 from etude.pretrain.config import EpisodeMix
+from etude.pretrain.corrupt import apply, choose, corruptions, line_change
 from etude.records.errors import BadInput
 from etude.records.rollout import SpanKind
 
@@ -84,7 +86,7 @@ def file_text(imports: Sequence[str], source: str) -> str:
 
 def file_name(module: str) -> str:
     """Short name of the file, from the last part of the module's dotted name."""
-    return module.rsplit(".", 1)[-1].strip("_") + ".py"
+    return (re.sub(r"\W", "_", module.rsplit(".", 1)[-1].strip("_").lower()) or "m") + ".py"
 
 
 class EpisodeMaker:
@@ -103,8 +105,10 @@ class EpisodeMaker:
         """One episode of `row`, of a kind drawn from the mix; None when it has none that fits."""
         kind = rng.random()
         mutants = self._candidates(rng, row)
-        if kind < self.mix.raw or not mutants:
+        if kind < self.mix.raw:
             episode = self.raw(row)
+        elif not mutants:
+            episode = self.several_bugs(rng, row, mutants)
         elif kind < self.mix.raw + self.mix.several_bugs:
             episode = self.several_bugs(rng, row, mutants) or self.one_bug(rng, row, mutants)
         else:
@@ -141,50 +145,54 @@ class EpisodeMaker:
         return episode
 
     def one_bug(self, rng: random.Random, row: CorpusRow, mutants: Sequence[Mutant]) -> Episode | None:
-        """Prompt, sometimes a wrong edit and the failing run it earns (not a target), the right edit, a passing run, `finish`."""
+        """Prompt, sometimes a wrong edit (no target) and its failing run, the right edit; in some, a passing run and `finish`."""
         fixed = file_text(row.imports, row.source)
         mutant = mutants[0]
         broken = file_text(row.imports, mutant.text)
         failing = mutant.failing
         broken_ids, fixed_ids = self.tokenizer.encode(broken), self.tokenizer.encode(fixed)
         right = minimal_edit(self.tokenizer, broken_ids, fixed_ids)
-        if right is None:
+        if right is None or len(right[1]) > self.mix.longest_field:
             return None
         episode = Episode("repair")
         shown = None if failing is None else (failing.args, failing.got, failing.want)
         instruction = repair_instruction(row.function, file_name(row.module), shown)
-        self._prompt(episode, row, broken, broken_ids, instruction, [right])
+        self._prompt(rng, episode, row, broken, broken_ids, instruction, [right])
         if rng.random() < self.mix.wrong_edit:
-            wrong = self._wrong_edit(rng, row, mutants, broken, broken_ids, right)
+            wrong = self._wrong_edit(rng, row, mutants, broken_ids, right)
             if wrong is not None:
                 result = "" if failing is None else failure_line(row.function, failing.args, failing.got, failing.want)
                 self._act(episode, self._edit_action(wrong), [RESULT_EDITED], weight=0.0)
                 self._act(episode, [self._run, self._end], [result or f"{row.function} failed"])
+        if rng.random() >= self.mix.ending:
+            self._act(episode, self._edit_action(right), None, edit=True)
+            return episode
         self._act(episode, self._edit_action(right), [RESULT_EDITED], edit=True)
         self._act(episode, [self._run, self._end], [RESULT_PASSED])
         self._act(episode, [self._finish, self._end], None)
         return episode
 
     def several_bugs(self, rng: random.Random, row: CorpusRow, mutants: Sequence[Mutant]) -> Episode | None:
-        """Denoising: two or three bugs on different lines, all edits in one action, top to bottom. None when lines collide."""
-        chosen = merge_mutants(row.source, [m.text for m in mutants], 2 + (rng.random() < 0.5))
-        if chosen is None:
+        """Denoising: two to `most_bugs` bugs, all edits in one action, top to bottom. None when the function has too few places."""
+        changes = [line_change(row.source, mutant.text) for mutant in mutants]
+        changes += corruptions(row.source)
+        chosen = choose(rng, changes, rng.randint(2, self.mix.most_bugs))
+        if len(chosen) < 2:
             return None
-        broken_text, reverts = chosen
-        broken = file_text(row.imports, broken_text)
+        broken = file_text(row.imports, apply(row.source, chosen))
         broken_ids = self.tokenizer.encode(broken)
         edits = []
-        for revert in reverts:
-            partly = self.tokenizer.encode(file_text(row.imports, revert))
+        for index in range(len(chosen)):
+            others = chosen[:index] + chosen[index + 1 :]
+            partly = self.tokenizer.encode(file_text(row.imports, apply(row.source, others)))
             edit = minimal_edit(self.tokenizer, broken_ids, partly)
-            if edit is None:
+            if edit is None or len(edit[1]) > self.mix.longest_field:
                 return None
             edits.append(edit)
         episode = Episode("denoise")
         request = f"{repair_instruction(row.function, file_name(row.module))}: {len(edits)} bugs"
-        self._prompt(episode, row, broken, broken_ids, request, edits)
-        for edit in edits:
-            old, new = edit
+        self._prompt(rng, episode, row, broken, broken_ids, request, edits)
+        for old, new in edits:
             episode.add([self._edit, self._old, *old, self._new, *new], self.mix.action_weight, edit=True)
         episode.add([self._end], self.mix.action_weight)
         return episode
@@ -194,26 +202,24 @@ class EpisodeMaker:
         rng: random.Random,
         row: CorpusRow,
         mutants: Sequence[Mutant],
-        broken: str,
         broken_ids: list[int],
         right: tuple[list[int], list[int]],
     ) -> tuple[list[int], list[int]] | None:
         """A plausible edit that does not repair: another mutant's change, made to the broken file."""
-        others = list(mutants[1:])
-        rng.shuffle(others)
-        for other in others[:4]:
-            merged = merge_mutants(row.source, [mutants[0].text, other.text], 2)
-            if merged is None:
+        here = line_change(row.source, mutants[0].text)
+        changes = [line_change(row.source, mutant.text) for mutant in mutants[1:]] + corruptions(row.source)
+        for other in choose(rng, changes, 4, gap=0):
+            if not (other.end < here.begin or other.begin > here.end):
                 continue
-            wrong = minimal_edit(
-                self.tokenizer, broken_ids, self.tokenizer.encode(file_text(row.imports, merged[0]))
-            )
-            if wrong is not None and wrong != right:
+            merged = self.tokenizer.encode(file_text(row.imports, apply(row.source, [here, other])))
+            wrong = minimal_edit(self.tokenizer, broken_ids, merged)
+            if wrong is not None and wrong != right and len(wrong[1]) <= self.mix.longest_field:
                 return wrong
         return None
 
     def _prompt(
         self,
+        rng: random.Random,
         episode: Episode,
         row: CorpusRow,
         broken: str,
@@ -221,13 +227,15 @@ class EpisodeMaker:
         instruction: str,
         edits: Sequence[tuple[list[int], list[int]]],
     ) -> None:
-        """Opening prompt; the file's text is a light target, except where it is broken."""
+        """Opening prompt; a sample of the file's text is a light target, except where it is broken."""
         files = [(file_name(row.module), broken)]
         ids, spans = first_prompt(self.tokenizer, system=SYSTEM_TEXT, instruction=instruction, files=files)
         end = next(span.end for span in reversed(spans) if span.kind is SpanKind.USER) - 1
         begin = end - len(broken_ids)
         weights = [0.0] * len(ids)
-        weights[begin : end + 1] = [self.mix.prompt_weight] * (len(broken_ids) + 1)
+        share, weight = self.mix.prompt_share, self.mix.prompt_weight
+        for place in range(begin, end + 1):
+            weights[place] = weight if rng.random() < share else 0.0
         for old, _ in edits:
             place = next(i for i in range(len(broken_ids)) if broken_ids[i : i + len(old)] == old)
             weights[begin + place : begin + place + len(old)] = [0.0] * len(old)
@@ -251,45 +259,6 @@ class EpisodeMaker:
         if results is not None:
             ids, _ = append_results(self.tokenizer, action, results, start=len(episode.ids))
             episode.add(ids, 0.0)
-
-
-def _change(source: Sequence[str], other: Sequence[str]) -> tuple[int, int, list[str]]:
-    """(first line, end line, replacement) that turns `source` into `other`."""
-    limit = min(len(source), len(other))
-    head = 0
-    while head < limit and source[head] == other[head]:
-        head += 1
-    tail = 0
-    while tail < limit - head and source[-1 - tail] == other[-1 - tail]:
-        tail += 1
-    return head, len(source) - tail, list(other[head : len(other) - tail])
-
-
-def merge_mutants(source: str, mutants: Sequence[str], count: int) -> tuple[str, list[str]] | None:
-    """Puts the changes of `count` mutants, the first ones on lines of their own, into one text.
-
-    Returns the text with all bugs, and for each bug, top to bottom, the text in which only that one is repaired. None when there
-    are not that many apart.
-    """
-    lines = source.split("\n")
-    changes: list[tuple[int, int, list[str]]] = []
-    for mutant in mutants:
-        begin, end, new = _change(lines, mutant.split("\n"))
-        if all(end <= other[0] or begin >= other[1] for other in changes):
-            changes.append((begin, end, new))
-        if len(changes) == count:
-            break
-    if len(changes) < count:
-        return None
-    changes.sort(key=lambda change: change[0])
-
-    def apply(chosen: Sequence[tuple[int, int, list[str]]]) -> str:
-        out = list(lines)
-        for begin, end, new in reversed(chosen):
-            out[begin:end] = new
-        return "\n".join(out)
-
-    return apply(changes), [apply(changes[:index] + changes[index + 1 :]) for index in range(count)]
 
 
 class CorpusPools(PoolSource):

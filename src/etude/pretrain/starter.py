@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,7 +121,6 @@ class Starter:
         folder = self.folder / "tokenizer"
         if not (folder / "tokenizer.json").exists():
             rows = load_split(self.config, "pretrain", 0).train
-            # One broken version each, so that failing text and repair vocabulary follow the files' own.
             tokenizer = Tokenizer.train((file_text(row.imports, row.source) for row in rows), self.config.vocab_size)
             tokenizer.save(folder)
             self.say(f"tokenizer: {tokenizer.vocab_size} ids from {len(rows)} functions of the pretrain split")
@@ -132,7 +133,7 @@ class Starter:
             self.say(f"pretrain: {out} exists, skipped")
             return out
         tokenizer = self.tokenizer()
-        data, other = load_split(config, "pretrain", config.aside), load_split(config, "sft", config.aside)
+        data, other = load_split(config, "pretrain", config.aside), load_split(config, "sft", config.sft_aside)
         decoder = fresh_decoder(starter_config(tokenizer.vocab_size, tokenizer), config.seed)
         maker = EpisodeMaker(tokenizer, data.train, config.mix)
         draws = config.pretrain.pool_batches * config.pretrain.batch_tokens // 128
@@ -171,13 +172,14 @@ class Starter:
 
 def export(decoder: Decoder, tokenizer: Tokenizer, folder: Path) -> None:
     """Writes a Hugging Face folder with its tokenizer, whole or not at all."""
-    holder = folder.with_name(folder.name + ".tokenizer")
-    tokenizer.save(holder)
-    files = sorted(holder.iterdir())
+    with tempfile.TemporaryDirectory() as holder:
+        tokenizer.save(holder)
+        files = {path.name: path.read_bytes() for path in sorted(Path(holder).iterdir())}
     save_pretrained(decoder, folder, tokenizer_files=files)
-    for path in files:
-        path.unlink()
-    holder.rmdir()
+
+
+def _stop(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -194,6 +196,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.minutes is not None:
         changes["pretrain"] = config.pretrain.model_copy(update={"budget_s": 60 * given.minutes})
     config = config.model_copy(update=changes)
+    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGINT, _stop)
     try:
         starter = Starter(config, say=lambda text: print(text, flush=True))
         if given.stage == "tokenizer":

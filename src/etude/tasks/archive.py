@@ -53,7 +53,13 @@ def entry_of(task: Task) -> TaskEntry:
 class TaskSet:
     """Tasks by id and by split. Open with `TaskSet.open(path)`; entries keep the order of the archive."""
 
-    def __init__(self, entries: tuple[TaskEntry, ...], files: Mapping[str, Mapping[str, bytes]], built: Mapping[str, Task], place: str) -> None:
+    def __init__(
+        self,
+        entries: tuple[TaskEntry, ...],
+        files: Mapping[str, Mapping[str, bytes]],
+        built: Mapping[str, Task],
+        place: str,
+    ) -> None:
         self.entries, self._files, self._built, self._place = entries, files, dict(built), place
         self._by_id = {entry.id: entry for entry in entries}
 
@@ -81,11 +87,15 @@ class TaskSet:
     @classmethod
     def _open_archive(cls, path: Path) -> TaskSet:
         try:
-            data = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompress(path.read_bytes(), max_output_size=_MAX_BYTES)
+            data = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompress(
+                path.read_bytes(), max_output_size=_MAX_BYTES
+            )
             members = dict(_members(data))
             index = msgspec.json.decode(members.pop(INDEX), type=_Index)
         except (OSError, zstandard.ZstdError, KeyError, ValueError, msgspec.DecodeError) as error:
-            raise TaskError(str(path), "archive", type(error).__name__, f"a .tar.zst made by `etude tasks make` ({error})") from error
+            raise TaskError(
+                str(path), "archive", type(error).__name__, f"a .tar.zst made by `etude tasks make` ({error})"
+            ) from error
         if index.version != INDEX_VERSION:
             raise TaskError(str(path), "index version", index.version, f"version {INDEX_VERSION}")
         folders: dict[str, dict[str, bytes]] = {}
@@ -128,12 +138,15 @@ class TaskSet:
         found = [entry for entry in self.entries if entry.name == id]
         found = found or [entry for entry in self.entries if len(id) >= 6 and entry.id.startswith(id)]
         if len(found) != 1:
-            raise TaskError(self._place, "task id", id, f"one of its {len(self.entries)} tasks" if not found else "a longer id")
+            raise TaskError(
+                self._place, "task id", id, f"one of its {len(self.entries)} tasks" if not found else "a longer id"
+            )
         return found[0]
 
 
 def write_archive(tasks: Iterable[Task], path: Path) -> int:
-    """Writes the archive (replacing an older one in one step) and returns its size in bytes. Raises TaskError when two tasks share a name."""
+    """Writes the archive, replacing an older one in one step, and returns its size in bytes. Raises TaskError when two tasks
+    share a name."""
     ordered = sorted(tasks, key=lambda task: (task.split, task.name))
     names = [task.name for task in ordered]
     if len(set(names)) != len(names):

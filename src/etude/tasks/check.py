@@ -125,7 +125,9 @@ def judge(task: Task, solved: _Score, visible: _Score, hidden: _Score) -> list[P
     if not hidden.failed and not hidden.detail:
         found.append("the untouched repository passes every hidden check")
     elif hidden.failed < MIN_HIDDEN_FAILING:
-        found.append(f"only {hidden.failed} hidden checks fail on the untouched repository; expected {MIN_HIDDEN_FAILING}")
+        found.append(
+            f"only {hidden.failed} hidden checks fail on the untouched repository; expected {MIN_HIDDEN_FAILING}"
+        )
     return [Problem(task.name, text) for text in found]
 
 
@@ -146,11 +148,13 @@ def check_set(
             if len(splits) > 1:
                 problems.append(Problem(f"{kind} {key}", "in splits " + ", ".join(sorted(splits))))
     problems += _quota_problems(repair)
-    protected = {kind: {keys[t.id][kind] for t in repair if t.split in PROTECTED} for kind in ("module", "hash", "signature")}
+    protected = {
+        kind: {keys[t.id][kind] for t in repair if t.split in PROTECTED} for kind in ("module", "hash", "signature")
+    }
     if corpus_folder is not None:
         problems += _corpus_problems(corpus_folder, protected)
     if image_modules:
-        problems += _image_problems(image_modules, protected)
+        problems += _image_problems(image_modules, protected, repair)
     return problems
 
 
@@ -185,7 +189,9 @@ def _static(tasks: Sequence[Task]) -> tuple[list[Problem], list[Task]]:
             continue
         shared = {args for args, _ in visible} & {args for args, _ in hidden}
         if not visible or not hidden:
-            problems.append(Problem(task.name, f"{len(visible)} visible and {len(hidden)} hidden cases; expected some of both"))
+            problems.append(
+                Problem(task.name, f"{len(visible)} visible and {len(hidden)} hidden cases; expected some of both")
+            )
         elif shared:
             problems.append(Problem(task.name, f"hidden input {min(shared)!r} is visible too"))
         elif not solution_files(task):
@@ -257,7 +263,11 @@ def _quota_problems(tasks: Sequence[Task]) -> list[Problem]:
     problems = []
     for (split, module, function), count in functions.items():
         if split in QUOTAS and count > QUOTAS[split].per_function:
-            problems.append(Problem(f"{module}.{function}", f"{count} tasks in {split}; expected at most {QUOTAS[split].per_function}"))
+            problems.append(
+                Problem(
+                    f"{module}.{function}", f"{count} tasks in {split}; expected at most {QUOTAS[split].per_function}"
+                )
+            )
     for (split, module), count in modules.items():
         bound = QUOTAS[split].per_module if split in QUOTAS else 0
         if bound and count > bound:
@@ -273,7 +283,12 @@ def _corpus_problems(folder: Path, protected: Mapping[str, set[str]]) -> list[Pr
             for row in corpus.read_rows(files[name]):
                 for kind, key in (("module", row.module), ("hash", row.digest), ("signature", row.signature)):
                     if key in protected[kind]:
-                        problems.append(Problem(f"{files[name].name}: {row.module}.{row.function}", f"shares its {kind} with a protected task"))
+                        problems.append(
+                            Problem(
+                                f"{files[name].name}: {row.module}.{row.function}",
+                                f"shares its {kind} with a protected task",
+                            )
+                        )
     if files["source_text"].exists():
         for module, text in corpus.read_texts(files["source_text"]):
             if module in protected["module"]:
@@ -283,8 +298,15 @@ def _corpus_problems(folder: Path, protected: Mapping[str, set[str]]) -> list[Pr
     return problems
 
 
-def _image_problems(image_modules: Collection[str], protected: Mapping[str, set[str]]) -> list[Problem]:
+def _image_problems(
+    image_modules: Collection[str], protected: Mapping[str, set[str]], tasks: Sequence[Task]
+) -> list[Problem]:
     problems = []
+    for task in tasks:
+        for data in solution_files(task).values():
+            for line in data.decode().split("\n"):
+                if line.startswith(("import ", "from ")) and line.split()[1] not in {*image_modules, "posixpath"}:
+                    problems.append(Problem(task.name, f"imports {line.split()[1]}, which the image does not hold"))
     root = Path(sysconfig.get_paths()["stdlib"])
     for name in sorted(image_modules):
         if f"stdlib.{name}" in protected["module"]:

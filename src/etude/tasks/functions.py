@@ -31,7 +31,17 @@ _UNSAFE_BUILTINS = frozenset(
     "memoryview id hash dir object classmethod property staticmethod copyright credits license getattr hasattr".split()
 )
 _UNSAFE_ATTRIBUTES = frozenset("today now utcnow fromtimestamp timestamp astimezone".split())
-_UNTESTABLE = (ast.Import, ast.ImportFrom, ast.Global, ast.Nonlocal, ast.Await, ast.With, ast.AsyncWith, ast.AsyncFor, ast.ClassDef)
+_UNTESTABLE = (
+    ast.Import,
+    ast.ImportFrom,
+    ast.Global,
+    ast.Nonlocal,
+    ast.Await,
+    ast.With,
+    ast.AsyncWith,
+    ast.AsyncFor,
+    ast.ClassDef,
+)
 
 
 class Function(msgspec.Struct, frozen=True):
@@ -157,7 +167,7 @@ def signatures_of(text: str) -> set[str]:
 def free_names(function: ast.AST) -> set[str]:
     """Names read in the function that it does not bind itself."""
     bound = {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
-    loads = set()
+    loads: set[str] = set()
     for node in ast.walk(function):
         if isinstance(node, ast.Name):
             (loads if isinstance(node.ctx, ast.Load) else bound).add(node.id)
@@ -204,7 +214,11 @@ def _self_contained(function: ast.FunctionDef, free: set[str], imported: dict[st
                 return False
         elif not hasattr(builtins, name) or name in _UNSAFE_BUILTINS:
             return False
-    if function.args.posonlyargs + function.args.args and (function.args.posonlyargs + function.args.args)[0].arg in ("self", "cls", "mcs"):
+    if function.args.posonlyargs + function.args.args and (function.args.posonlyargs + function.args.args)[0].arg in (
+        "self",
+        "cls",
+        "mcs",
+    ):
         return False
     safe_os = 0
     for node in ast.walk(function):

@@ -12,9 +12,9 @@ LOGS = os.environ.get("LOGS", "/logs/verifier")
 TIMEOUT_S = 20
 
 
-def outcomes(spec, inputs):
+def outcomes(module: str, function: str, inputs: list[str]) -> list[str]:
     nonce = secrets.token_hex(16)
-    request = {"module": spec["module"], "function": spec["function"], "inputs": inputs, "nonce": nonce}
+    request = {"module": module, "function": function, "inputs": inputs, "nonce": nonce}
     with open(os.path.join(TESTS, "driver.py")) as file:
         driver = file.read()
     reader, writer = os.pipe()
@@ -33,18 +33,18 @@ def outcomes(spec, inputs):
     try:
         # At most one pipe buffer: the driver's single write is far smaller.
         text = os.read(reader, 1 << 20).decode()
-        return json.loads(text.split("\n", 1)[1]) if text.startswith(nonce + "\n") else []
+        return list(json.loads(text.split("\n", 1)[1])) if text.startswith(nonce + "\n") else []
     except (BlockingIOError, ValueError, IndexError):
         return []
     finally:
         os.close(reader)
 
 
-def main():
+def main() -> None:
     with open(os.path.join(TESTS, "cases.json")) as file:
         spec = json.load(file)
     cases = spec["visible"] + spec["hidden"]
-    found = outcomes(spec, [args for args, _ in cases])
+    found = outcomes(spec["module"], spec["function"], [args for args, _ in cases])
     passed = sum(got == want for got, (_, want) in zip(found, cases)) if len(found) == len(cases) else 0
     os.makedirs(LOGS, exist_ok=True)
     with open(os.path.join(LOGS, "reward.txt"), "w") as file:
@@ -52,4 +52,5 @@ def main():
     print(f"{passed} of {len(cases)} cases")
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -53,7 +53,10 @@ _WEIGHTS = [_WEIGHT.get(kind, 1) for kind in _KINDS]
 _BY_NAME: list[tuple[str, tuple[str, ...]]] = [
     ("text string str s name key word label title prefix suffix sep value line msg token pattern", ("str", "chars")),
     ("path filename file dir url folder fname root", ("path", "str")),
-    ("n i j k m count num size length index idx start stop step width height year month day lo hi limit depth", ("int", "small")),
+    (
+        "n i j k m count num size length index idx start stop step width height year month day lo hi limit depth",
+        ("int", "small"),
+    ),
     ("x y z a b c t r d p q v w alpha beta angle T P rho mu V", ("float", "int", "positive")),
     ("items seq lst list values xs arr array data l iterable elements args", ("ints", "strs", "floats")),
     ("names words strings keys lines tokens", ("strs",)),
@@ -206,7 +209,10 @@ def _shapes(function: Function, rng: random.Random) -> list[tuple[str, ...]]:
     hints = (*function.hints, *[""] * most)
     guesses = [_guess(name, hints[index]) for index, name in enumerate(names)]
     guesses += [tuple(_KINDS)] * (most - len(names))
-    shapes = [(kind,) * most for kind in (_KINDS if most == 1 else ("int", "str", "ints", "float", "positive", "pair", "strs"))]
+    shapes = [
+        (kind,) * most
+        for kind in (_KINDS if most == 1 else ("int", "str", "ints", "float", "positive", "pair", "strs"))
+    ]
     for _ in range(30):
         count = rng.randint(max(1, fewest), most)
         shapes.append(tuple(rng.choice(guess) for guess in guesses[:count]))

@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from etude.chat.repair_texts import repair_instruction
+from etude.environments.image import STDLIB_MODULES
 from etude.records.errors import BadInput
 from etude.records.task import Split, Task
 from etude.tasks import corpus, sources
@@ -30,6 +31,8 @@ from etude.tasks.inputs import Case
 Progress = Callable[[str], None]
 
 MAX_VISIBLE = 10
+IMAGE_MODULES = frozenset(STDLIB_MODULES) | {"posixpath"}
+"""What a task's code may import in a pod (`os` brings posixpath)."""
 _TEST_SH = '#!/bin/sh\nexec python3 -I -B "$(dirname "$0")/grade.py"\n'
 _TAKEN = frozenset(sys.stdlib_module_names) | {"check", "driver", "grade", "canonical"}
 
@@ -50,7 +53,9 @@ def repair_task(row: corpus.Row, index: int) -> Task:
     first visible case and at least two hidden ones. Raises BadInput for a row without cases or such a mutant."""
     mutant = row.mutants[index]
     if not row.cases or mutant.failing is None or len(mutant.fails) < 3:
-        raise BadInput(f"{row.module}.{row.function}", "mutant", mutant.operator, "a mutant that fails at least three cases")
+        raise BadInput(
+            f"{row.module}.{row.function}", "mutant", mutant.operator, "a mutant that fails at least three cases"
+        )
     visible, hidden = _divide(row, mutant)
     stem = file_stem(row.module)
     path = f"{stem}.py"
@@ -67,9 +72,15 @@ def repair_task(row: corpus.Row, index: int) -> Task:
         name=_name(row, mutant),
         instruction=repair_instruction(row.function, path, failing),
         split=row.split,
-        environment={path: file_text(row.imports, mutant.text).encode(), "check.py": check_text(stem, row.function, visible).encode()},
+        environment={
+            path: file_text(row.imports, mutant.text).encode(),
+            "check.py": check_text(stem, row.function, visible).encode(),
+        },
         tests=tests,
-        solution={path: solution.encode(), "solve.sh": f'#!/bin/sh\ncp "$(dirname "$0")/{path}" /repo/{path}\n'.encode()},
+        solution={
+            path: solution.encode(),
+            "solve.sh": f'#!/bin/sh\ncp "$(dirname "$0")/{path}" /repo/{path}\n'.encode(),
+        },
         allowed_changes=(path,),
         viewed_files=(path,),
         operator=mutant.operator,
@@ -79,6 +90,11 @@ def repair_task(row: corpus.Row, index: int) -> Task:
         licence=row.licence,
     )
     return with_id(task)
+
+
+def runs_in_image(row: corpus.Row) -> bool:
+    """Whether the image has every module that the row's function imports."""
+    return all(line.split()[1] in IMAGE_MODULES for line in row.imports)
 
 
 def file_stem(module: str) -> str:
@@ -95,14 +111,14 @@ def file_text(imports: Sequence[str], source: str) -> str:
 
 def driver_text() -> str:
     """The whole script that calls the candidate in the pod."""
-    return _text("canonical") + "\n\n" + _text("driver")
+    return _text("canonical") + "\n\n" + _alone("driver")
 
 
 def check_text(module: str, function: str, visible: Sequence[tuple[str, str]]) -> str:
     """`check.py`: prints the first failing visible case and exits 1, or `ok` and exits 0."""
     cases = "".join(f"    ({args!r}, {want!r}),\n" for args, want in visible)
     head = f"MODULE = {module!r}\nFUNCTION = {function!r}\nCASES = [\n{cases}]\n\n"
-    return head + _text("canonical") + _text("checker")
+    return head + _text("canonical") + "\n\n" + _alone("checker")
 
 
 def select(rows: Iterable[corpus.Row], quota: Quota) -> list[tuple[corpus.Row, int]]:
@@ -110,13 +126,15 @@ def select(rows: Iterable[corpus.Row], quota: Quota) -> list[tuple[corpus.Row, i
     that are rarest so far."""
     used: Counter[str] = Counter()
     modules: Counter[str] = Counter()
+    functions: Counter[tuple[str, str]] = Counter()
     chosen: list[tuple[corpus.Row, int]] = []
     for row in sorted(rows, key=lambda row: row.digest):
         by_operator: dict[str, list[int]] = {}
         for index, mutant in enumerate(row.mutants):
             if mutant.failing is not None and len(mutant.fails) >= 3:
                 by_operator.setdefault(mutant.operator, []).append(index)
-        for _ in range(quota.per_function):
+        # Methods of two classes may share a name: they count as one function.
+        for _ in range(quota.per_function - functions[row.module, row.function]):
             if not by_operator or (quota.per_module and modules[row.module] >= quota.per_module):
                 break
             if quota.total and len(chosen) >= quota.total:
@@ -125,6 +143,7 @@ def select(rows: Iterable[corpus.Row], quota: Quota) -> list[tuple[corpus.Row, i
             chosen.append((row, by_operator.pop(operator)[0]))
             used[operator] += 1
             modules[row.module] += 1
+            functions[row.module, row.function] += 1
     return chosen
 
 
@@ -132,7 +151,7 @@ def make_tasks(corpus_folder: Path, split: Split, quota: Quota | None = None) ->
     """Tasks of one split from the corpus files (SFT tasks come from `sft.jsonl.zst` and are not shipped)."""
     files = corpus.paths(corpus_folder)
     path = files["sft"] if split is Split.SFT else files["tasks"]
-    rows = [row for row in corpus.read_rows(path) if row.split is split]
+    rows = [row for row in corpus.read_rows(path) if row.split is split and runs_in_image(row)]
     return [repair_task(row, index) for row, index in select(rows, quota or QUOTAS[split])]
 
 
@@ -184,7 +203,9 @@ def notice_text(tasks: Iterable[Task]) -> str:
 def _divide(row: corpus.Row, mutant: corpus.RowMutant) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     rng = random.Random(f"{row.digest}\n{mutant.text}")
     failing = [index for index, _ in mutant.fails]
-    shown = next(index for index in failing if mutant.failing is not None and row.cases[index].args == mutant.failing.args)
+    shown = next(
+        index for index in failing if mutant.failing is not None and row.cases[index].args == mutant.failing.args
+    )
     others = [index for index in failing if index != shown]
     passing = [index for index in range(len(row.cases)) if index not in set(failing)]
     rng.shuffle(others)
@@ -214,3 +235,9 @@ def _json(value: object) -> bytes:
 @functools.cache
 def _text(name: str) -> str:
     return Path(__file__).with_name(f"{name}.py").read_text("utf-8")
+
+
+def _alone(name: str) -> str:
+    """A script's text without comments at its top, our imports and the stand-ins for what comes before it."""
+    lines = [line for line in _text(name).split("\n") if not line.startswith(("from etude", "MODULE, ", "# "))]
+    return "\n".join(lines).lstrip("\n")

@@ -48,7 +48,12 @@ _OPPOSITE: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.GtE, ast.GtE: ast.Lt, ast.LtE: ast.Gt, ast.Gt: ast.LtE, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
 }  # fmt: skip
-_NEIGHBOUR: dict[type[ast.cmpop], type[ast.cmpop]] = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
+_NEIGHBOUR: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+}
 _OTHER_OPERATION: dict[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult,
     ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult, ast.LShift: ast.RShift, ast.RShift: ast.LShift, ast.BitAnd: ast.BitOr,
@@ -78,7 +83,9 @@ def _boundary(node: ast.AST, names: tuple[str, ...]) -> Iterator[Edit]:
 
 def _arithmetic(node: ast.AST, names: tuple[str, ...]) -> Iterator[Edit]:
     if isinstance(node, ast.BinOp | ast.AugAssign) and type(node.op) in _OTHER_OPERATION:
-        formats = isinstance(node, ast.BinOp) and isinstance(node.left, ast.Constant) and isinstance(node.left.value, str)
+        formats = (
+            isinstance(node, ast.BinOp) and isinstance(node.left, ast.Constant) and isinstance(node.left.value, str)
+        )
         if not formats:
             yield Edit(node, "op", _OTHER_OPERATION[type(node.op)]())
 
@@ -137,14 +144,22 @@ def _missing_return(node: ast.AST, names: tuple[str, ...]) -> Iterator[Edit]:
 def _swapped_arguments(node: ast.AST, names: tuple[str, ...]) -> Iterator[Edit]:
     if isinstance(node, ast.Call) and len(node.args) >= 2:
         first, second, *rest = node.args
-        if not isinstance(first, ast.Starred) and not isinstance(second, ast.Starred) and ast.dump(first) != ast.dump(second):
+        if (
+            not isinstance(first, ast.Starred)
+            and not isinstance(second, ast.Starred)
+            and ast.dump(first) != ast.dump(second)
+        ):
             yield Edit(node, "args", [second, first, *rest])
 
 
 def _swapped_operands(node: ast.AST, names: tuple[str, ...]) -> Iterator[Edit]:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub | ast.Div | ast.FloorDiv | ast.Mod | ast.Pow):
         simple = all(isinstance(side, ast.Name | ast.Constant) for side in (node.left, node.right))
-        if simple and not isinstance(getattr(node.left, "value", None), str) and ast.dump(node.left) != ast.dump(node.right):
+        if (
+            simple
+            and not isinstance(getattr(node.left, "value", None), str)
+            and ast.dump(node.left) != ast.dump(node.right)
+        ):
             yield Edit(node, "left", (node.right, node.left))
 
 
@@ -180,7 +195,9 @@ OPERATORS: dict[str, Operator] = {
 DEFAULT_MIX = tuple(name for name in OPERATORS if name != "wrong_name")
 
 
-def mutants(source: str, operators: tuple[str, ...] = DEFAULT_MIX, limit: int | None = None, seed: str = "") -> list[Mutant]:
+def mutants(
+    source: str, operators: tuple[str, ...] = DEFAULT_MIX, limit: int | None = None, seed: str = ""
+) -> list[Mutant]:
     """Distinct single-line mutants of a normalised function, drawn operator first, then place, so that rare operators
     are not crowded out; the order depends only on the source, the operators and `seed`."""
     function = parse_function(source)

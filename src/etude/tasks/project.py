@@ -34,7 +34,11 @@ MAX_FILE_BYTES, MAX_PROJECT_BYTES = 1 << 20, 16 << 20
 _SKIPPED = frozenset(
     ".git .hg .svn .venv venv env .tox .nox __pycache__ .pytest_cache .mypy_cache .ruff_cache build dist .cache node_modules".split()
 )
-_TEST_SH = '#!/bin/sh\ncp -R "$(dirname "$0")/repo/." .\nmkdir -p /logs/verifier\nif python3 -B -m pytest -q -p no:cacheprovider {ids}; then echo 1.0; else echo 0.0; fi > /logs/verifier/reward.txt\n'
+_TEST_SH = """#!/bin/sh
+cp -R "$(dirname "$0")/repo/." .
+mkdir -p /logs/verifier
+if python3 -B -m pytest -q -p no:cacheprovider {ids}; then echo 1.0; else echo 0.0; fi > /logs/verifier/reward.txt
+"""
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -67,7 +71,9 @@ def make_from_project(
         _lay(files, tree)
         passing, seconds = run_pytest(tree, python, timeout_s)
         if not passing:
-            raise BadInput(str(root), "passing pytest tests", 0, "at least one (`python -m pytest` in the project shows why)")
+            raise BadInput(
+                str(root), "passing pytest tests", 0, "at least one (`python -m pytest` in the project shows why)"
+            )
         progress(f"{len(passing)} tests pass in {seconds:.1f} s; {len(places)} possible mistakes")
         tasks: list[Task] = []
         used: Counter[tuple[str, str]] = Counter()
@@ -84,7 +90,9 @@ def make_from_project(
             if failing:
                 used[place.path, place.function] += 1
                 tasks.append(_task(root.name, files, place, broken, passing, failing))
-                progress(f"{len(tasks)} of {limit}: {place.path} {place.function} ({place.operator}) fails {len(failing)} tests")
+                progress(
+                    f"{len(tasks)} of {limit}: {place.path} {place.function} ({place.operator}) fails {len(failing)} tests"
+                )
     return tasks
 
 
@@ -96,7 +104,12 @@ def project_files(root: Path) -> dict[str, bytes]:
         folders[:] = sorted(name for name in folders if name not in _SKIPPED and not name.endswith(".egg-info"))
         for name in sorted(names):
             path = Path(parent) / name
-            if path.is_symlink() or not path.is_file() or name.endswith((".pyc", ".so")) or path.stat().st_size > MAX_FILE_BYTES:
+            if (
+                path.is_symlink()
+                or not path.is_file()
+                or name.endswith((".pyc", ".so"))
+                or path.stat().st_size > MAX_FILE_BYTES
+            ):
                 continue
             files[path.relative_to(root).as_posix()] = path.read_bytes()
             total += path.stat().st_size
@@ -109,10 +122,28 @@ def run_pytest(tree: Path, python: str, timeout_s: float) -> tuple[set[str], flo
     """(ids that pass, seconds) of a tree's tests, run in a child process. A run out of time passes nothing."""
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.xml"
-        command = [python, "-B", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "junit_family=xunit1", "-o", "addopts=", f"--junitxml={report}"]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tree), str(tree / "src")]), "PYTHONHASHSEED": "0"}
+        command = [
+            python,
+            "-B",
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-o",
+            "junit_family=xunit1",
+            "-o",
+            "addopts=",
+            f"--junitxml={report}",
+        ]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(tree), str(tree / "src")]),
+            "PYTHONHASHSEED": "0",
+        }
+        quiet = subprocess.DEVNULL
         child = subprocess.Popen(
-            command, cwd=tree, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+            command, cwd=tree, env=environment, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True
         )  # fmt: skip
         try:
             child.wait(timeout_s)
@@ -138,7 +169,12 @@ def _node_id(file: str, classname: str, name: str) -> str:
 
 def _is_test(path: str) -> bool:
     parts = path.split("/")
-    return "tests" in parts[:-1] or "test" in parts[:-1] or parts[-1].startswith(("test_", "conftest")) or parts[-1].endswith("_test.py")
+    return (
+        "tests" in parts[:-1]
+        or "test" in parts[:-1]
+        or parts[-1].startswith(("test_", "conftest"))
+        or parts[-1].endswith("_test.py")
+    )
 
 
 def _places(files: dict[str, bytes], rng: random.Random) -> Iterator[Place]:
@@ -178,7 +214,12 @@ def _form(line: str) -> str:
     """The line as `ast.unparse` would write it, or empty when it is no whole statement or header."""
     text = line.strip()
     prefix, text = ("el", text[2:]) if text.startswith("elif ") else ("", text)
-    for attempt, cut in ((text, ""), (text + " pass", "pass"), ("def f():\n " + text, "return"), ("while 1:\n " + text, "loop")):
+    for attempt, cut in (
+        (text, ""),
+        (text + " pass", "pass"),
+        ("def f():\n " + text, "return"),
+        ("while 1:\n " + text, "loop"),
+    ):
         try:
             form = ast.unparse(ast.parse(attempt))
         except (SyntaxError, ValueError):
@@ -204,10 +245,14 @@ def _lay(files: dict[str, bytes], tree: Path) -> None:
         (tree / path).write_bytes(data)
 
 
-def _task(project: str, files: dict[str, bytes], place: Place, broken: bytes, passing: set[str], failing: set[str]) -> Task:
+def _task(
+    project: str, files: dict[str, bytes], place: Place, broken: bytes, passing: set[str], failing: set[str]
+) -> Task:
     first = min(failing)
     tests = {"repo/" + path: data for path, data in files.items() if _is_test(path)}
-    tests["pytest.json"] = msgspec.json.format(msgspec.json.encode({"ids": sorted(passing), "failing": sorted(failing)}))
+    tests["pytest.json"] = msgspec.json.format(
+        msgspec.json.encode({"ids": sorted(passing), "failing": sorted(failing)})
+    )
     tests["test.sh"] = _TEST_SH.format(ids=" ".join(f"'{name}'" for name in sorted(passing))).encode()
     digest = hashlib.sha256(f"{place.path}\0{place.line}\0{place.after}".encode()).hexdigest()[:8]
     stem = "-".join([project, place.function.strip("_") or "f", place.operator]).replace("_", "-").lower()
@@ -219,7 +264,10 @@ def _task(project: str, files: dict[str, bytes], place: Place, broken: bytes, pa
             split=Split.RL,
             environment={**files, place.path: broken},
             tests=tests,
-            solution={place.path: files[place.path], "solve.sh": f'#!/bin/sh\ncp "$(dirname "$0")/{place.path}" /repo/{place.path}\n'.encode()},
+            solution={
+                place.path: files[place.path],
+                "solve.sh": f'#!/bin/sh\ncp "$(dirname "$0")/{place.path}" /repo/{place.path}\n'.encode(),
+            },
             allowed_changes=(place.path,),
             viewed_files=(place.path,),
             test_command="python -B -m pytest -q -p no:cacheprovider",
@@ -230,6 +278,8 @@ def _task(project: str, files: dict[str, bytes], place: Place, broken: bytes, pa
             function=place.function,
             source=project,
             licence="as the project",
-            limits=Limits(max_context_tokens=8192, max_sampled_tokens=2048, tool_timeout_s=60.0, verifier_timeout_s=300.0),
+            limits=Limits(
+                max_context_tokens=8192, max_sampled_tokens=2048, tool_timeout_s=60.0, verifier_timeout_s=300.0
+            ),
         )
     )

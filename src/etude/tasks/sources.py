@@ -29,7 +29,12 @@ _SKIPPED_PARTS = frozenset(
     "test tests testing idle_test _vendor vendor vendored _vendored extern externals lib2to3 site-packages "
     "lib-dynload __pycache__ locale locales conf node_modules turtledemo".split()
 )
-_PLATFORMS = ("any", "manylinux1_x86_64", "manylinux2014_x86_64", *(f"manylinux_2_{n}_x86_64" for n in (17, 24, 27, 28)))
+_PLATFORMS = (
+    "any",
+    "manylinux1_x86_64",
+    "manylinux2014_x86_64",
+    *(f"manylinux_2_{n}_x86_64" for n in (17, 24, 27, 28)),
+)
 
 Progress = Callable[[str], None]
 
@@ -58,7 +63,9 @@ def read_pins(path: Path = PINS) -> tuple[Pin, ...]:
     try:
         pins = msgspec.convert(tomllib.loads(path.read_text("utf-8"))["source"], tuple[Pin, ...])
     except (OSError, KeyError, ValueError) as error:
-        raise BadInput(str(path), "source", type(error).__name__, f"tables of name, version, file, sha256, licence ({error})") from error
+        raise BadInput(
+            str(path), "source", type(error).__name__, f"tables of name, version, file, sha256, licence ({error})"
+        ) from error
     for pin in pins:
         if pin.licence not in PERMISSIVE:
             raise BadInput(str(path), f"{pin.name}.licence", pin.licence, "one of " + ", ".join(sorted(PERMISSIVE)))
@@ -93,7 +100,18 @@ def _download(folder: Path, pins: list[Pin]) -> None:
         wanted.write_text("".join(f"{pin.name}=={pin.version} --hash=sha256:{pin.sha256}\n" for pin in pins))
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
         command += ["--require-hashes", "--dest", str(folder), "--requirement", str(wanted)]
-        command += ["--python-version", "3.11", "--implementation", "cp", "--abi", "cp311", "--abi", "abi3", "--abi", "none"]
+        command += [
+            "--python-version",
+            "3.11",
+            "--implementation",
+            "cp",
+            "--abi",
+            "cp311",
+            "--abi",
+            "abi3",
+            "--abi",
+            "none",
+        ]
         for platform in _PLATFORMS:
             command += ["--platform", platform]
         done = subprocess.run(command, capture_output=True, text=True, timeout=900)

@@ -59,7 +59,7 @@ class WorkerPool(Generic[Job, Result]):
                 busy[slot] = (index, time.monotonic())
             ready = wait([self._children[slot][1] for slot in busy], timeout=0.2)
             for slot, (index, started) in list(busy.items()):
-                process, connection = self._children[slot]
+                connection = self._children[slot][1]
                 result: Result | None = None
                 if connection in ready:
                     try:

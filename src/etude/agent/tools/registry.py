@@ -29,6 +29,8 @@ BAD_ARGUMENTS = "bad_arguments"
 """Named error of a call whose arguments make no sense."""
 NOT_RUN = "not_run"
 """Named error of a call behind `finish` or beyond the limit of calls."""
+REFUSED = frozenset({MALFORMED, BAD_ARGUMENTS, NOT_RUN})
+"""Named errors of calls that never reached the pod."""
 FAILED = "failed"
 """Named error (of the pod's tools) of a command that ended badly: an answer, not a fault of the call."""
 _HARMLESS = frozenset({"", FAILED, "timeout", "out_of_memory", "no_processes", "disk_full", NOT_RUN})

@@ -36,7 +36,9 @@ class _Shim:
     def __init__(self, command: list[str], channel: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
         self.errors = os.memfd_create("podlaunch")
         try:
-            self.process = subprocess.Popen(command, stdin=channel, stdout=channel, stderr=self.errors, cwd="/", env={})
+            self.process = subprocess.Popen(
+                command, stdin=channel.fileno(), stdout=channel.fileno(), stderr=self.errors, cwd="/", env={}
+            )
         except OSError:
             os.close(self.errors)
             raise
@@ -116,14 +118,18 @@ class NamespaceBackend:
             raise missing_rights(told)
         tree = None if found.user_namespace else cgroups.find_tree()
         await asyncio.to_thread(_warm, image)
-        return cls(image, found, tree, max_pods=max_pods, start_timeout_s=start_timeout_s, queue_timeout_s=queue_timeout_s)
+        return cls(
+            image, found, tree, max_pods=max_pods, start_timeout_s=start_timeout_s, queue_timeout_s=queue_timeout_s
+        )
 
     @property
     def capabilities(self) -> Capabilities:
         limited = self.tree.parents if self.tree else {}
         notices = list(self.launcher.notices)
         if "memory" not in limited:
-            notices.append("no memory cgroup: memory is limited per process only; run as root with the memory controller")
+            notices.append(
+                "no memory cgroup: memory is limited per process only; run as root with the memory controller"
+            )
         return Capabilities(
             isolation="namespaces",
             memory_limit="memory" in limited,
@@ -166,7 +172,9 @@ class NamespaceBackend:
         if self.tree is not None:
             # files live in memory: they are counted on top, so that a full disk is ENOSPC and not a kill
             memory = spec.memory_bytes + spec.disk_bytes + AGENT_MEMORY_BYTES
-            plan = self.tree.plan(pod_id, memory_bytes=memory, processes=spec.processes + AGENT_PROCESSES, cpus=spec.cpus)
+            plan = self.tree.plan(
+                pod_id, memory_bytes=memory, processes=spec.processes + AGENT_PROCESSES, cpus=spec.cpus
+            )
         ours, theirs = socket.socketpair()
         shim: _Shim | None = None
         try:
@@ -180,7 +188,9 @@ class NamespaceBackend:
             async def end() -> None:
                 await self._ended(pod_id, started, plan)
 
-            pod = AgentPod(pod_id, spec, link, oom_kills=lambda: (plan.out_of_memory_kills() or 0) if plan else 0, end=end)
+            pod = AgentPod(
+                pod_id, spec, link, oom_kills=lambda: (plan.out_of_memory_kills() or 0) if plan else 0, end=end
+            )
             self._pods[pod_id] = (pod, plan)
             await pod.greet(self.start_timeout_s)
         except BaseException as error:
@@ -219,7 +229,9 @@ class NamespaceBackend:
             return PodStats(None, None, None, None, None)
         now, peak = plan.memory()
         processes = plan.processes()
-        return PodStats(now, peak, plan.cpu_s(), processes - AGENT_PROCESSES if processes else processes, plan.out_of_memory_kills())
+        return PodStats(
+            now, peak, plan.cpu_s(), processes - AGENT_PROCESSES if processes else processes, plan.out_of_memory_kills()
+        )
 
     async def snapshot(self, pod: Pod) -> str:
         raise refuse(self.name, "snapshot")
@@ -241,8 +253,8 @@ def missing_rights(told: str) -> MissingCapability:
         "environments",
         "namespace pods",
         told,
-        "the right to make namespaces: run as root, or allow unprivileged user namespaces (sysctl -w kernel.unprivileged_userns_clone=1 and "
-        "kernel.apparmor_restrict_unprivileged_userns=0); a container needs --privileged",
+        "the right to make namespaces: run as root, or allow unprivileged user namespaces "
+        "(sysctl -w kernel.unprivileged_userns_clone=1 and kernel.apparmor_restrict_unprivileged_userns=0); a container needs --privileged",
     )
 
 

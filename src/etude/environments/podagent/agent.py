@@ -6,7 +6,7 @@ It trusts the host, and nothing else in the pod: its memory is closed to other p
 DESIGN decision 11.
 """
 
-import _signal
+import _signal  # type: ignore[import-not-found]
 import errno
 import posix
 import select
@@ -15,6 +15,7 @@ from time import monotonic_ns
 
 from . import wire
 from .jobs import SIGKILL, Job, Jobs, kill_everything, processes, state_of
+from .warm import preload
 
 PROTOCOL = 1
 KEPT_REPLY_BYTES = 16 << 20
@@ -56,6 +57,7 @@ class Agent:
         self.workdir = "/repo"
         self.env: dict[str, str] = {"PATH": "/usr/bin:/bin"}
         self.originals: dict[str, bytes] = {}
+        self.preloaded = False
         self.background: dict[str, Job] = {}
         self.replies: dict[object, bytes | None] = {}
         self.kept: list[object] = []
@@ -159,7 +161,9 @@ class Agent:
             self.answer(key, None, refusal.error, refusal.message)
         except OSError as error:
             name = str(error.filename or "")
-            self.answer(key, None, ERRORS.get(error.errno or 0, "os_error"), (name + ": " if name else "") + str(error.strerror))
+            self.answer(
+                key, None, ERRORS.get(error.errno or 0, "os_error"), (name + ": " if name else "") + str(error.strerror)
+            )
         except (KeyError, TypeError, ValueError, MemoryError) as error:
             self.answer(key, None, "bad_request", type(error).__name__ + ": " + str(error))
         else:
@@ -170,7 +174,9 @@ class Agent:
         """Sends the one reply to request `key` and keeps it for a repetition."""
         frame = wire.frame({"id": key, "ok": not error, "error": error, "message": message, "body": body})
         if len(frame) > wire.MAX_FRAME:
-            frame = wire.frame({"id": key, "ok": False, "error": "too_long", "message": "the reply is too long", "body": None})
+            frame = wire.frame(
+                {"id": key, "ok": False, "error": "too_long", "message": "the reply is too long", "body": None}
+            )
         self.outbox.append(memoryview(frame))
         self.replies[key] = frame
         self.kept.append(key)
@@ -179,14 +185,20 @@ class Agent:
             old = self.kept.pop(0)
             self.kept_bytes -= len(self.replies[old] or b"")
             # never run again what has run: the result is gone, and says so
-            gone = {"id": old, "ok": False, "error": "result_gone", "message": "answered before, no longer kept", "body": None}
+            gone = {
+                "id": old,
+                "ok": False,
+                "error": "result_gone",
+                "message": "answered before, no longer kept",
+                "body": None,
+            }
             self.replies[old] = wire.frame(gone)
 
     # ---- verbs
     def do_hello(self, key: object, request: Reply) -> Reply:
         """Checks the version, takes over the environment and writes the task's files, the originals that edits can refer to."""
         if request["version"] != PROTOCOL:
-            raise Refusal("version_mismatch", "the agent speaks protocol %d" % PROTOCOL)
+            raise Refusal("version_mismatch", f"the agent speaks protocol {PROTOCOL}")
         env, files = request["env"], request["files"]
         assert isinstance(env, dict) and isinstance(files, list)
         self.greeted = True
@@ -205,12 +217,30 @@ class Agent:
         background = bool(request["background"])
         job = self._job(key, _int(request["timeout_ms"]), self._background_done if background else self._exec_done)
         cwd = self._path(str(request["cwd"] or "."))
-        limit, channel = _int(request["output_limit"]), _int(request["channel_limit"])
-        self.jobs.spawn(job, argv, cwd, {**self.env, **env}, stdin, limit, channel, bool(request["merge"]))
+        self.jobs.spawn(
+            job,
+            argv,
+            cwd,
+            {**self.env, **env},
+            stdin,
+            limit=_int(request["output_limit"]),
+            channel_limit=_int(request["channel_limit"]),
+            merge=bool(request["merge"]),
+            warm=self.warm(background),
+        )
         if not background:
             return None
         self.background[str(key)] = job
         return {"handle": str(key), "pid": job.pid}
+
+    def warm(self, background: bool = False) -> bool:
+        """Whether a Python script may run as a fork; its imports are then made here, once."""
+        if background:
+            return False
+        if not self.preloaded:
+            self.preloaded = True
+            preload([data for path, data in self.originals.items() if path.endswith(".py")])
+        return True
 
     def _job(self, key: object, timeout_ms: int, done: object) -> Job:
         return Job(key, done, monotonic_ns() + timeout_ms * 1_000_000)  # type: ignore[arg-type]
@@ -246,7 +276,10 @@ class Agent:
         return {}
 
     def do_ps(self, key: object, request: Reply) -> Reply:
-        return {"pids": [pid for pid in processes() if pid != 1], "zombies": sum(pid != 1 and state_of(pid) == "Z" for pid in processes())}
+        return {
+            "pids": [pid for pid in processes() if pid != 1],
+            "zombies": sum(pid != 1 and state_of(pid) == "Z" for pid in processes()),
+        }
 
     def do_read(self, key: object, request: Reply) -> Reply:
         data, mode = _read_file(self._path(str(request["path"])), _int(request["limit"]))
@@ -330,10 +363,12 @@ def _read_file(path: str, limit: int) -> tuple[bytes, int]:
     try:
         found = posix.fstat(fd)
         if found.st_mode & 0o170000 != 0o100000:
-            raise Refusal("is_directory" if found.st_mode & 0o170000 == 0o040000 else "not_regular", path + " is no regular file")
+            raise Refusal(
+                "is_directory" if found.st_mode & 0o170000 == 0o040000 else "not_regular", path + " is no regular file"
+            )
         if found.st_size > limit:
-            raise Refusal("too_long", "%s has %d bytes, the limit is %d" % (path, found.st_size, limit))
-        parts = []
+            raise Refusal("too_long", f"{path} has {found.st_size} bytes, the limit is {limit}")
+        parts: list[bytes] = []
         while True:
             part = posix.read(fd, 1 << 20)
             if not part:
@@ -358,10 +393,10 @@ def main() -> None:
     try:
         Agent(fds[0], fds[1]).serve()
     except BaseException as error:
-        told = "%s: %s" % (type(error).__name__, error)
+        told = f"{type(error).__name__}: {error}"
         place = error.__traceback__
         while place is not None:
-            told += " <- %s:%d" % (place.tb_frame.f_code.co_name, place.tb_lineno)
+            told += f" <- {place.tb_frame.f_code.co_name}:{place.tb_lineno}"
             place = place.tb_next
         posix.set_blocking(fds[1], True)
         posix.write(fds[1], wire.frame({"id": "", "ok": False, "error": "agent_failed", "message": told, "body": None}))

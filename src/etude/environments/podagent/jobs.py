@@ -8,6 +8,8 @@ a result comes at the leader's exit even when its children hold the pipes, a tim
 import posix
 from time import monotonic_ns, sleep
 
+from .warm import Script, recognise, run
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,6 +21,8 @@ SIGKILL = 9
 # ignored by the interpreter or handled by the agent; a child starts with the defaults
 DEFAULT_SIGNALS = (2, 13, 17, 25)
 MARK = "ETUDE_EXEC"
+MOST_FDS = 1 << 20
+AGENT_FOLDER = "/usr/pod"
 
 
 class HeadTail:
@@ -118,26 +122,45 @@ class Jobs:
         return list(self.by_pid.values())
 
     def spawn(
-        self, job: Job, argv: list[str], cwd: str, env: dict[str, str], stdin: bytes, limit: int, channel_limit: int, merge: bool
+        self,
+        job: Job,
+        argv: list[str],
+        cwd: str,
+        env: dict[str, str],
+        stdin: bytes = b"",
+        *,
+        limit: int,
+        channel_limit: int = 0,
+        merge: bool = False,
+        warm: bool = False,
     ) -> None:
-        """Starts `argv`. Raises OSError when it cannot be started; nothing stays open then."""
+        """Starts `argv`, as a fork of this interpreter when `warm` and it is a plain Python script.
+
+        Raises OSError when it cannot be started; nothing stays open then.
+        """
         job.stdout, job.stderr, job.channel = HeadTail(limit), HeadTail(limit), HeadTail(channel_limit)
         ends: list[int] = []
         try:
             out_read, out_write = self._pipe(ends)
             err_read, err_write = (-1, out_write) if merge else self._pipe(ends)
             in_read, in_write = self._pipe(ends) if stdin else (self.null, -1)
-            actions = [(posix.POSIX_SPAWN_DUP2, in_read, 0), (posix.POSIX_SPAWN_DUP2, out_write, 1), (posix.POSIX_SPAWN_DUP2, err_write, 2)]
-            channel_read = -1
-            if channel_limit:
-                channel_read, channel_write = self._pipe(ends)
-                actions.append((posix.POSIX_SPAWN_DUP2, channel_write, 3))
+            channel_read, channel_write = self._pipe(ends) if channel_limit else (-1, -1)
+            places = [(in_read, 0), (out_write, 1), (err_write, 2), *([(channel_write, 3)] if channel_limit else [])]
+            script = recognise(argv, env) if warm else None
             posix.chdir(cwd)
             try:
-                # relative programs are relative to cwd, so the search happens here
-                program = find_program(argv[0], env.get("PATH", ""))
-                env = {**env, MARK: str(job.key)}
-                job.pid = posix.posix_spawn(program, argv, env, file_actions=actions, setsid=True, setsigdef=DEFAULT_SIGNALS, setsigmask=())
+                if script is not None:
+                    job.pid = posix.fork()
+                    if job.pid == 0:
+                        self._become(script, argv, cwd, env, places)
+                else:
+                    # relative programs are relative to cwd, so the search happens here
+                    program = find_program(argv[0], env.get("PATH", ""))
+                    actions = [(posix.POSIX_SPAWN_DUP2, source, target) for source, target in places]
+                    env = {**env, MARK: str(job.key)}
+                    job.pid = posix.posix_spawn(
+                        program, argv, env, file_actions=actions, setsid=True, setsigdef=DEFAULT_SIGNALS, setsigmask=()
+                    )
             finally:
                 posix.chdir("/")
         except BaseException:
@@ -154,6 +177,20 @@ class Jobs:
         if in_write >= 0:
             job.stdin_fd, job.stdin = in_write, memoryview(stdin)
         self._started(job)
+
+    def _become(
+        self, script: Script, argv: list[str], cwd: str, env: dict[str, str], places: list[tuple[int, int]]
+    ) -> None:
+        try:
+            posix.setsid()
+            for source, target in places:
+                posix.dup2(source, target)
+            if len(places) == 3:
+                posix.close(3)
+            posix.closerange(4, MOST_FDS)
+            run(script, argv, cwd, env, AGENT_FOLDER)
+        finally:
+            posix._exit(125)
 
     def fork(self, job: Job, body: "Callable[[], bytes]", limit: int) -> None:
         """Runs `body` in a forked copy of the agent; its bytes arrive as the job's channel."""
@@ -192,7 +229,7 @@ class Jobs:
             self.watch(job.stdin_fd, True)
         try:
             # when memory runs out the kernel takes the work, not the agent
-            fd = posix.open("/proc/%d/oom_score_adj" % job.pid, posix.O_WRONLY)
+            fd = posix.open(f"/proc/{job.pid}/oom_score_adj", posix.O_WRONLY)
             try:
                 posix.write(fd, b"500")
             finally:
@@ -241,7 +278,9 @@ class Jobs:
             if not data:
                 self._close(fd)
                 return
-            if not job.finished:  # what a survivor writes later is read and let go, so that it never blocks or dies of it
+            if (
+                not job.finished
+            ):  # what a survivor writes later is read and let go, so that it never blocks or dies of it
                 sink.add(data)
 
     def on_exit(self) -> None:
@@ -332,7 +371,7 @@ def processes() -> list[int]:
 
 def _stat_fields(pid: int) -> list[str]:
     try:
-        fd = posix.open("/proc/%d/stat" % pid, posix.O_RDONLY)
+        fd = posix.open(f"/proc/{pid}/stat", posix.O_RDONLY)
     except OSError:
         return ["Z", "0"]
     try:
@@ -357,7 +396,7 @@ def state_of(pid: int) -> str:
 def mark_of(pid: int) -> str:
     """The job that a process was started for, by its environment; empty when unknown."""
     try:
-        fd = posix.open("/proc/%d/environ" % pid, posix.O_RDONLY)
+        fd = posix.open(f"/proc/{pid}/environ", posix.O_RDONLY)
     except OSError:
         return ""
     try:

@@ -54,7 +54,7 @@ def pack(names: list[str], root: str, limit: int) -> bytes:
                 while part := posix.read(fd, 1 << 20):
                     data += part
                     if total + len(data) > limit:
-                        raise ValueError("archive above %d bytes" % limit)
+                        raise ValueError(f"archive above {limit} bytes")
             finally:
                 posix.close(fd)
             parts += (_header(name, b"0", len(data), mode, mtime, ""), data, b"\0" * (-len(data) % BLOCK))
@@ -66,7 +66,7 @@ def pack(names: list[str], root: str, limit: int) -> bytes:
             todo += [entry if name == "." else name.rstrip("/") + "/" + entry for entry in below]
         total += BLOCK + len(data)
         if total > limit:
-            raise ValueError("archive above %d bytes" % limit)
+            raise ValueError(f"archive above {limit} bytes")
     return b"".join(parts) + b"\0" * (2 * BLOCK)
 
 

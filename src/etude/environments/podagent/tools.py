@@ -46,7 +46,9 @@ class ToolError(Exception):
         self.error, self.text = error, text
 
 
-def result(text: str, error: str = "", *, changed: tuple[str, ...] = (), timed_out: bool = False, dropped: int = 0) -> Result:
+def result(
+    text: str, error: str = "", *, changed: tuple[str, ...] = (), timed_out: bool = False, dropped: int = 0
+) -> Result:
     """A tool's result; `oom` is filled in by the host, which alone can see the pod's memory events."""
     return {
         "ok": not error,
@@ -71,8 +73,10 @@ def call(agent: "Agent", key: object, tool: str, arguments: object, options: obj
         if tool == "edit_file":
             return edit_file(agent.workdir, agent.originals, given, chosen)
         if tool == "grep":
-            return _grep_apart(agent, key, given, chosen)
-        return _run(agent, key, given, chosen)
+            _grep_apart(agent, key, given, chosen)
+        else:
+            _run(agent, key, given, chosen)
+        return None
     except ToolError as failure:
         return result(failure.text, failure.error)
 
@@ -145,7 +149,7 @@ def shorten(text: str, limit: int) -> tuple[str, int]:
         return text, 0
     dropped = len(text) - limit
     tail = limit // 2
-    return text[: limit - tail] + "\n[%d characters dropped]\n" % dropped + text[len(text) - tail :], dropped
+    return text[: limit - tail] + f"\n[{dropped} characters dropped]\n" + text[len(text) - tail :], dropped
 
 
 def overwritten(text: str) -> str:
@@ -171,7 +175,7 @@ def read_file(workdir: str, given: dict[str, str], options: dict[str, object]) -
     lines = data.split(b"\n")
     ends_open = bool(lines[-1])
     if start > len(lines) - (not ends_open) and start > 1:
-        raise ToolError("bad_arguments", "start is past the end, the file has %d lines" % (len(lines) - (not ends_open)))
+        raise ToolError("bad_arguments", f"start is past the end, the file has {len(lines) - (not ends_open)} lines")
     text = b"\n".join(lines[start - 1 : start - 1 + count]).decode("utf-8", "replace")
     text, dropped = shorten(text, _integer(options, "text_limit"))
     return result(text, dropped=dropped)
@@ -223,7 +227,9 @@ def edit_file(workdir: str, originals: dict[str, bytes], given: dict[str, str], 
         raise ToolError("no_change", "the file is already so")
     replacement = full + ".etude-new"
     try:
-        fd = posix.open(replacement, posix.O_WRONLY | posix.O_CREAT | posix.O_TRUNC | posix.O_CLOEXEC | posix.O_NOFOLLOW, mode)
+        fd = posix.open(
+            replacement, posix.O_WRONLY | posix.O_CREAT | posix.O_TRUNC | posix.O_CLOEXEC | posix.O_NOFOLLOW, mode
+        )
         try:
             view = memoryview(data)
             while view:
@@ -305,9 +311,9 @@ def grep(workdir: str, given: dict[str, str], options: dict[str, object]) -> Res
                 continue
             text, lost = _around(line.rstrip(b"\r"), at, end, width)
             dropped += lost
-            lines.append("%s:%d: %s" % (name, number, text))
+            lines.append(f"{name}:{number}: {text}")
     if found > most:
-        lines.append("[%d more matches]" % (found - most))
+        lines.append(f"[{found - most} more matches]")
     text, lost = shorten("\n".join(lines) if lines else "no match", _integer(options, "text_limit"))
     return result(text, dropped=dropped + lost)
 
@@ -326,9 +332,8 @@ def _run(agent: "Agent", key: object, given: dict[str, str], options: dict[str, 
     argv = ["/bin/sh", "-c", command]
     words = command.split()
     if words and all(letter in PLAIN for letter in command.encode()) and "=" not in words[0]:
-        program = find_program(words[0], agent.env["PATH"])
-        if program != words[0]:
-            argv = [program, *words[1:]]
+        if find_program(words[0], agent.env["PATH"]) != words[0]:
+            argv = words
 
     timeout_ms = _integer(options, "timeout_ms")
 
@@ -336,7 +341,8 @@ def _run(agent: "Agent", key: object, given: dict[str, str], options: dict[str, 
         agent.answer(key, run_result(job, timeout_ms, _integer(options, "text_limit")))
 
     job = Job(key, done, monotonic_ns() + timeout_ms * 1_000_000)
-    agent.jobs.spawn(job, argv, agent.workdir, agent.env, b"", _integer(options, "output_limit"), 0, True)
+    limit = _integer(options, "output_limit")
+    agent.jobs.spawn(job, argv, agent.workdir, agent.env, limit=limit, merge=True, warm=agent.warm())
 
 
 def run_result(job: Job, timeout_ms: int, text_limit: int) -> Result:
@@ -348,12 +354,16 @@ def run_result(job: Job, timeout_ms: int, text_limit: int) -> Result:
     text, lost = shorten(overwritten(output.decode("utf-8", "replace")).rstrip("\n"), text_limit)
     error = ""
     if job.timed_out:
-        error, ending = "timeout", "timeout after %g s" % (timeout_ms / 1000)
+        error, ending = "timeout", f"timeout after {timeout_ms / 1000:g} s"
     elif job.signal is not None:
-        error, ending = "failed", "killed by signal %d" % job.signal
+        error, ending = "failed", f"killed by signal {job.signal}"
     elif job.exit_code:
-        error, ending = "failed", "" if text else "exit code %d" % job.exit_code
+        error, ending = "failed", "" if text else f"exit code {job.exit_code}"
     else:
         ending = "" if text else "ok"
     text = text + "\n" + ending if text and ending else text or ending
-    return {**result(text, error, timed_out=job.timed_out, dropped=dropped + lost), "exit_code": job.exit_code, "signal": job.signal}
+    return {
+        **result(text, error, timed_out=job.timed_out, dropped=dropped + lost),
+        "exit_code": job.exit_code,
+        "signal": job.signal,
+    }

@@ -1,0 +1,165 @@
+"""`etude quickstart` and `etude train`: compose a job from the config, show its progress, write its report."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from etude.bench.quickstart import Job, Result, Watch, run_job
+from etude.cli.tree import Config, located
+from etude.coordinator.metrics import ProbeMetrics, Row, StepMetrics
+from etude.coordinator.summary import write_json
+from etude.records.errors import BadInput
+from etude.web.report import write_report
+
+if TYPE_CHECKING:
+    from etude.coordinator.run import Progress
+
+
+class Lines(Watch):
+    """Progress as lines: readable in a terminal, in a file and over a slow connection."""
+
+    def __init__(self, config: Config) -> None:
+        self._config, self._shown = config, 0
+
+    def stage(self, name: str) -> None:
+        """See `Watch.stage`."""
+        typer.echo(f"[{datetime.datetime.now():%H:%M:%S}] {name}")
+
+    def evaluated(self, done: int, total: int, mean: float) -> None:
+        """See `Watch.evaluated`."""
+        if done == total or done * 8 // total > self._shown:
+            self._shown = done * 8 // total % 8
+            typer.echo(f"           {done}/{total} attempts, {mean:.1%} solved")
+
+    def row(self, row: Row, progress: Progress) -> None:
+        """See `Watch.row`."""
+        if isinstance(row, ProbeMetrics):
+            typer.echo(
+                f"  held-out probe at step {row.step}: mean {row.mean:.1%}, best of {row.attempts} {row.best_of_k:.1%}"
+            )
+        elif isinstance(row, StepMetrics):
+            budget = f"{row.time_s / 60:.1f}" + (
+                f"/{self._config.coordinator.minutes:g} min" if self._config.coordinator.minutes else " min"
+            )
+            typer.echo(
+                f"  step {row.step:4d}  {budget}  solved {row.success_mean:.1%}  best of {row.k} {row.best_of_k:.1%}  "
+                f"kl {row.kl:.4f}  entropy {row.entropy:.3f}  stale {row.staleness_mean:.1f}  "
+                f"{row.rollouts_per_minute:.0f} rollouts/min  step {row.step_s:.1f}s wait {row.wait_s:.1f}s"
+                + (f"  void {row.groups_void}" if row.groups_void else "")
+            )
+            if row.alarm:
+                typer.echo(f"  ALARM {row.alarm}", err=True)
+
+
+def new_run_dir(runs: Path, name: str) -> Path:
+    """A folder of its own for a run; `name` is part of it."""
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    for extra in ("", *(f"-{index}" for index in range(1, 100))):
+        folder = runs / f"{stamp}-{name}{extra}"
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise BadInput(
+                str(folder), "runs", str(runs), f"a folder that can be written ({error.strerror})"
+            ) from error
+        return folder
+    raise BadInput(str(runs), "runs", name, "a free run name")
+
+
+def make_job(config: Config, run_dir: Path, *, measure: bool) -> Job:
+    """The job that a config describes."""
+    return Job(
+        model=located(config.model).resolve(),
+        tasks=located(config.tasks).resolve(),
+        run_dir=run_dir,
+        coordinator=config.coordinator,
+        rl=config.rl,
+        trainer=config.trainer,
+        agent=config.agent,
+        inference=config.inference,
+        environments=config.environments,
+        weightsync=config.weightsync,
+        evaluation=config.evaluation,
+        measure=measure,
+    )
+
+
+async def _until_signal(job: Job, watch: Watch) -> Result:
+    """Runs the job; the first Ctrl-C or SIGTERM asks it to end, a second one cuts it off."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    main = asyncio.current_task()
+    assert main is not None
+
+    def asked() -> None:
+        if stop.is_set():
+            main.cancel()
+        else:
+            typer.echo("ending: finishing the step at hand (again to cut off)", err=True)
+            stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, asked)
+    try:
+        return await run_job(job, watch, stop)
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+def run_training(config: Config, origins: dict[str, str], name: str, *, measure: bool, json_file: Path | None) -> None:
+    """Runs a job with progress, writes its report and, when asked, its figures to `json_file`."""
+    run_dir = new_run_dir(located(config.runs), name)
+    write_json(run_dir / "config.json", config.model_dump(mode="json"))
+    write_json(run_dir / "config_origins.json", origins)
+    typer.echo(f"run folder: {run_dir}")
+    try:
+        result = asyncio.run(_until_signal(make_job(config, run_dir, measure=measure), Lines(config)))
+    except asyncio.CancelledError:
+        typer.echo(f"cut off; what was finished is in {run_dir}", err=True)
+        sys.exit(130)
+    if json_file is not None:
+        write_json(json_file, result)
+    report = write_report(run_dir)
+    _say_result(result, run_dir, report)
+    if result.ended.startswith("stopped"):
+        sys.exit(130)
+
+
+def _say_result(result: Result, run_dir: Path, report: Path) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    if result.mean_before is not None and result.mean_after is not None:
+        table = Table("held-out tasks", "before", "after", "change", "95% interval", box=None)
+        low, high = result.mean_change_low, result.mean_change_high
+        interval = "" if low is None or high is None else f"{low:+.3f} to {high:+.3f}"
+        if low is not None and high is not None and low <= 0 <= high:
+            interval += "  (not resolved in this short run)"
+        rows = (
+            ("mean success", result.mean_before, result.mean_after, interval),
+            ("best of 4", result.best4_before, result.best4_after, ""),
+            ("well-formed", result.well_formed_before, result.well_formed_after, ""),
+        )
+        for label, before, after, note in rows:
+            if before is not None and after is not None:
+                table.add_row(label, f"{before:.3f}", f"{after:.3f}", f"{after - before:+.3f}", note)
+        console.print(table)
+    typer.echo(
+        f"{result.steps} steps, {result.groups_trained} groups trained, {result.groups_void} void, "
+        f"{result.seconds / 60:.1f} minutes (ended by: {result.ended})"
+    )
+    typer.echo(f"report: {report}")
+    if (run_dir / "policy").exists():
+        typer.echo(f"trained policy: {run_dir / 'policy'}")
+        typer.echo(f"watch it work:  etude eval --model {run_dir / 'policy'} --show")

@@ -1,0 +1,109 @@
+"""Small textual corruptions of a Python function: the raw material of several-bug denoising.
+
+Each is a span of characters and its replacement, outside string literals: an operator, a comparison, a digit, a keyword, a twin
+name. They mimic the mutation operators of `tasks` without parsing, so one function gives dozens. Whether a corruption changes
+behaviour is not known here and does not matter: the original text is the target.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import NamedTuple
+
+
+class Change(NamedTuple):
+    """Characters [begin, end) of the source become `text`."""
+
+    begin: int
+    end: int
+    text: str
+
+
+_LEXEME = re.compile(
+    r"""(?P<string>[rbfuRBFU]{0,2}(?:'''(?:\\.|[^\\])*?'''|\"\"\"(?:\\.|[^\\])*?\"\"\"|'(?:\\.|[^'\\\n])*'|"(?:\\.|[^"\\\n])*"))"""
+    r"|(?P<phrase> is not | not in | is | in (?=[^\n]*[:\])])| not )"
+    r"|(?P<name>[A-Za-z_]\w*)"
+    r"|(?P<number>\d[\w.]*)"
+    r"|(?P<operator>\*\*|//|<<|>>|[<>=!]=|[-+*/%&|^<>])"
+)
+
+_SWAPS: dict[str, tuple[str, ...]] = {
+    "<": (">=", "<="), ">=": ("<", ">"), ">": ("<=", ">="), "<=": (">", "<"), "==": ("!=",), "!=": ("==",),
+    "+": ("-",), "-": ("+",), "*": ("//", "+"), "//": ("*", "/"), "/": ("*",), "%": ("//",), "**": ("*",),
+    "<<": (">>",), ">>": ("<<",), "&": ("|",), "|": ("&",), "^": ("|",),
+    " is not ": (" is ",), " is ": (" is not ",), " not in ": (" in ",), " in ": (" not in ",), " not ": (" ",),
+    "and": ("or",), "or": ("and",), "True": ("False",), "False": ("True",), "None": ("0",),
+    "break": ("continue",), "continue": ("break",),
+    "min": ("max",), "max": ("min",), "any": ("all",), "all": ("any",), "lower": ("upper",), "upper": ("lower",),
+    "startswith": ("endswith",), "endswith": ("startswith",), "lstrip": ("rstrip",), "rstrip": ("lstrip",),
+    "append": ("extend",), "extend": ("append",), "keys": ("values",), "values": ("keys",), "find": ("rfind",),
+    "split": ("rsplit",), "index": ("rindex",), "floor": ("ceil",), "ceil": ("floor",), "sin": ("cos",), "cos": ("sin",),
+}  # fmt: skip
+_LOOP_IN = re.compile(r"\bfor\b[^\n]*$")
+
+
+def corruptions(source: str) -> list[Change]:
+    """Every corruption that the table offers, below the first line (the `def`), in order of place."""
+    body = source.find("\n")
+    found: list[Change] = []
+    for match in _LEXEME.finditer(source, body if body >= 0 else len(source)):
+        text, begin, end = match.group(), match.start(), match.end()
+        if match.lastgroup == "string":
+            continue
+        if match.lastgroup == "number":
+            found += [Change(begin, end, new) for new in _other_numbers(text)]
+        elif text == " in " and _LOOP_IN.search(source[source.rfind("\n", 0, begin) + 1 : begin]):
+            continue
+        elif text in ("*", "**", "-") and source[begin - 1] in "(,[=" + " " and source[end : end + 1] not in (" ", "="):
+            continue
+        elif text in ("if", "while"):
+            if source[end : end + 5] != " not ":
+                found.append(Change(end, end, " not"))
+        elif text == "return":
+            line_end = source.find("\n", end)
+            line_end = len(source) if line_end < 0 else line_end
+            if end < line_end and source[end:line_end].strip() != "None":
+                found.append(Change(end, line_end, ""))
+        else:
+            found += [Change(begin, end, new) for new in _SWAPS.get(text, ())]
+    return found
+
+
+def _other_numbers(text: str) -> list[str]:
+    if not text.isdigit() or len(text) > 6:
+        return []
+    value = int(text)
+    return [str(other) for other in (value + 1, value - 1) if other >= 0]
+
+
+def line_change(source: str, broken: str) -> Change:
+    """The change between two texts: what lies between their common beginning and their common end."""
+    limit = min(len(source), len(broken))
+    head = 0
+    while head < limit and source[head] == broken[head]:
+        head += 1
+    tail = 0
+    while tail < limit - head and source[-1 - tail] == broken[-1 - tail]:
+        tail += 1
+    return Change(head, len(source) - tail, broken[head : len(broken) - tail])
+
+
+def apply(source: str, changes: list[Change]) -> str:
+    """The text with all changes, which must not overlap, made."""
+    for change in sorted(changes, reverse=True):
+        source = source[: change.begin] + change.text + source[change.end :]
+    return source
+
+
+def choose(rng: random.Random, candidates: list[Change], count: int, gap: int = 2) -> list[Change]:
+    """Up to `count` candidates in random order that stand at least `gap` characters apart, returned in order of place."""
+    pool = list(candidates)
+    rng.shuffle(pool)
+    chosen: list[Change] = []
+    for change in pool:
+        if all(change.end + gap <= other.begin or change.begin >= other.end + gap for other in chosen):
+            chosen.append(change)
+            if len(chosen) == count:
+                break
+    return sorted(chosen)
