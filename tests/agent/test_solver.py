@@ -70,6 +70,13 @@ def test_the_last_allowed_edit_is_right(tokenizer, make_task):
     script = RepairScript(task, tokenizer, rng=random.Random(0), wrong_probability=1.0)
     right = right_edit(task, tokenizer, longest=24)
     assert right is not None
+    script._wrong = iter([((5, i), (6, i)) for i in range(40, 60)])
     edits = [script(()) for _ in range(2 * MAX_EDITS)][::2]
     assert list(right[0]) == edits[-1][2 : 2 + len(right[0])]
     assert tuple(edits[-1][-1 - len(right[1]) : -1]) == right[1]
+
+
+async def test_a_task_whose_solution_fails_its_checks_gives_no_demonstration(tokenizer, pods, make_task):
+    pods.answers["run"] = lambda *_: {"ok": False, "error": "failed", "text": "clamp(5, 1, 9) -> 1, want 5"}
+    assert await demonstrations([make_task()], tokenizer=tokenizer, pods=pods, n=3, seed=0) == []
+    assert len(pods.calls) <= 3 * 2 * MAX_EDITS

@@ -70,7 +70,7 @@ async def test_a_random_policy_leaves_consistent_records(engine, tokenizer, pods
             pods=pods,
             tokenizer=tokenizer,
             options=AgentOptions(
-                config=AgentConfig(grammar=grammar, malformed_limit=9),
+                config=AgentConfig(grammar=grammar, malformed_limit=9, tools=("edit_file", "run")),
                 blob_sink=sink,
                 verify=False,
                 clock=lambda: 0.0,

@@ -15,7 +15,9 @@ pytestmark = pytest.mark.pods
 
 
 async def test_placed_files_are_there_with_their_modes(backend: NamespaceBackend) -> None:
-    pod = await backend.create(PodSpec(files={"a/b/c.sh": b"#!/bin/sh\necho ran\n", "/tmp/x": b"\xff"}, modes={"a/b/c.sh": 0o755}))
+    pod = await backend.create(
+        PodSpec(files={"a/b/c.sh": b"#!/bin/sh\necho ran\n", "/tmp/x": b"\xff"}, modes={"a/b/c.sh": 0o755})
+    )
     assert (await pod.exec(["./a/b/c.sh"])).stdout == b"ran\n"
     assert await pod.read("/tmp/x") == b"\xff"
     assert (await pod.stat("a/b/c.sh")).mode == 0o755
@@ -32,7 +34,12 @@ async def test_write_makes_folders_and_read_is_exact(pod: AgentPod) -> None:
 
 async def test_what_is_no_plain_file_is_refused_by_name_and_never_hangs(pod: AgentPod) -> None:
     await pod.exec(["python", "-c", "import os; os.mkfifo('pipe')"])
-    for path, error in (("none", "not_found"), (".", "is_directory"), ("pipe", "not_regular"), ("/dev/zero", "not_regular")):
+    for path, error in (
+        ("none", "not_found"),
+        (".", "is_directory"),
+        ("pipe", "not_regular"),
+        ("/dev/zero", "not_regular"),
+    ):
         with pytest.raises(PodRefused) as caught:
             await pod.read(path)
         assert caught.value.error == error

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from etude.records.errors import BadInput
-from etude.tasks.harbor import from_files, to_files
-from etude.tasks.project import make_from_project, run_pytest
+from etude.tasks.check import check
+from etude.tasks.harbor import from_files, to_files, with_id
+from etude.tasks.project import make_from_project, pytest_passes
 
 CODE = '''"""Shapes."""
 
@@ -36,14 +37,16 @@ class TestNegative:
 
 
 @pytest.fixture
-def project(tmp_path: Path) -> Path:
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    # The small project needs no plugins, and loading them is most of a run.
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     (tmp_path / "p/tests").mkdir(parents=True)
     (tmp_path / "p/shapes.py").write_text(CODE)
     (tmp_path / "p/tests/test_shapes.py").write_text(TESTS)
     return tmp_path / "p"
 
 
-def test_tasks_of_a_project_fail_mutated_and_pass_restored(project: Path, tmp_path: Path) -> None:
+def test_tasks_of_a_project_fail_mutated_and_pass_restored(project: Path) -> None:
     before = {path: path.read_bytes() for path in project.rglob("*") if path.is_file()}
     tasks = make_from_project(project, limit=2, progress=lambda line: None)
     assert len(tasks) == 2 and {path: path.read_bytes() for path in project.rglob("*") if path.is_file()} == before
@@ -54,11 +57,10 @@ def test_tasks_of_a_project_fail_mutated_and_pass_restored(project: Path, tmp_pa
         assert sum(a != b for a, b in zip(broken.split("\n"), solved.split("\n"))) == 1
         assert "# both sides count" in broken
         assert task.verifier == "pytest" and "repo/tests/test_shapes.py" in task.tests
-    tree = tmp_path / "tree"
-    for path, data in {**tasks[0].environment, "shapes.py": tasks[0].solution["shapes.py"]}.items():
-        (tree / path).parent.mkdir(parents=True, exist_ok=True)
-        (tree / path).write_bytes(data)
-    ids, _ = run_pytest(tree, sys.executable, 60)
+    assert check(tasks[:1]).problems == ()
+    same = msgspec.structs.replace(tasks[0], environment={**tasks[0].environment, "shapes.py": CODE.encode()})
+    assert [p.text for p in check([with_id(same)]).problems] == ["the untouched repository passes every test"]
+    ids = pytest_passes({**tasks[0].environment, "shapes.py": CODE.encode()}, 60)
     assert ids == {"tests/test_shapes.py::test_area", "tests/test_shapes.py::TestNegative::test_raises"}
 
 

@@ -125,6 +125,7 @@ class RepairScript:
         rng.shuffle(texts)
         self._wrong = self._distinct(broken, texts, longest)
         self._edits = 0
+        self._solved = False
         self._last = ""
 
     def _distinct(self, broken: str, texts: Sequence[str], longest: int) -> Iterator[Edit]:
@@ -140,12 +141,13 @@ class RepairScript:
             return self._call("run")
         if self._last == "run" and last_result(self._tokenizer, ids) == RESULT_PASSED:
             return self._call("finish")
-        if self._edits >= MAX_EDITS:
+        if self._solved or self._edits >= MAX_EDITS:  # the checks fail on the solution: no demonstration
             return self._call("finish")
         self._edits += 1
         edit = self._right
         if self._edits < MAX_EDITS and self._rng.random() < self._p:
             edit = next(self._wrong, self._right)
+        self._solved = edit == self._right
         return self._call("edit_file", ("old", edit[0]), ("new", edit[1]))
 
     def _call(self, tool: str, *fields: tuple[str, tuple[int, ...]]) -> list[int]:

@@ -270,14 +270,13 @@ class Scheduler:
         Of sessions that begin with the same ids one goes ahead; the others copy its pages after this call.
         """
         batch: list[Session] = []
-        ahead: set[tuple[int, ...]] = set()
+        ahead: dict[tuple[int, ...], Session] = {}
         budget = self.config.prefill_tokens
         for session in self._sessions():
             if session.cached == 0 and self.config.share_prompts:
-                key = tuple(session.ids)
-                if key in ahead:
+                leader = ahead.setdefault(tuple(session.ids), session)
+                if leader.cached == 0 and leader is not session:
                     continue
-                ahead.add(key)
                 self._share((session,))
             if session.pending > 1 and (not batch or session.pending <= budget):
                 batch.append(session)

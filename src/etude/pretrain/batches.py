@@ -95,15 +95,22 @@ class Stream:
     def next(self) -> Batch:
         """The batch at the cursor; moves the cursor on."""
         if self._pool is None:
-            self._pool = bucket(self._source.pool(self.cursor.pool), self._batch_tokens)
-            if not self._pool:
-                raise BadInput("training data", "episodes", 0, "at least one episode in a pool")
-            random.Random(f"{self._seed}/batches/{self.cursor.pool}").shuffle(self._pool)
+            self._pool = self._load()
+            if self.cursor.batch >= len(self._pool):  # the mix has changed since the cursor was saved
+                self.cursor = Cursor(self.cursor.pool + 1)
+                self._pool = self._load()
         batch = pad(self._pool[self.cursor.batch], self._pad_id)
         self.cursor = Cursor(self.cursor.pool, self.cursor.batch + 1)
         if self.cursor.batch == len(self._pool):
             self.cursor, self._pool = Cursor(self.cursor.pool + 1), None
         return batch
+
+    def _load(self) -> list[list[Episode]]:
+        pool = bucket(self._source.pool(self.cursor.pool), self._batch_tokens)
+        if not pool:
+            raise BadInput("training data", "episodes", 0, "at least one episode in a pool")
+        random.Random(f"{self._seed}/batches/{self.cursor.pool}").shuffle(pool)
+        return pool
 
     def refresh(self) -> None:
         """Leaves the rest of the current pool: the next batch comes from the next one (the mix of episodes has changed)."""

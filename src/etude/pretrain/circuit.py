@@ -189,7 +189,9 @@ def _write_induction(attention: _Attention, layout: Layout, strengths: Strengths
         if head < 2:
             attention.expand_HXC[head, previous:codes, previous:codes] = torch.eye(before)
             first = layout.previous_dims.start
-            attention.query_HQD[head, previous:codes, first : first + before] = strengths.match_before * torch.eye(before)
+            attention.query_HQD[head, previous:codes, first : first + before] = strengths.match_before * torch.eye(
+                before
+            )
         begin = 0 if head % 2 == 0 else half
         size = min(half, layout.token - begin)
         attention.expand_HXC[head, nope : nope + size, codes + begin : codes + begin + size] = torch.eye(size)

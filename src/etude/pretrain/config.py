@@ -13,11 +13,22 @@ class EpisodeMix(BaseModel):
     raw: float = Field(0.08, ge=0, le=1, description="Share of episodes that are a source file on its own.")
     several_bugs: float = Field(0.5, ge=0, le=1, description="Share with several bugs, repaired in one action.")
     most_bugs: int = Field(5, ge=2, description="Most bugs of such an episode.")
-    ending: float = Field(0.3, ge=0, le=1, description="Share of one-bug episodes that go on to a passing run and `finish`.")
-    wrong_edit: float = Field(0.3, ge=0, le=1, description="Share of one-bug episodes that open with a wrong edit and a failing run.")
+    ending: float = Field(
+        0.3, ge=0, le=1, description="Share of one-bug episodes that go on to a passing run and `finish`."
+    )
+    wrong_edit: float = Field(
+        0.3, ge=0, le=1, description="Share of one-bug episodes that open with a wrong edit and a failing run."
+    )
+    placeholder_check: float = Field(
+        0.7,
+        ge=0,
+        le=1,
+        description="Share of one-bug episodes without a known failing check that show a stand-in for one.",
+    )
     failing_only: bool = Field(False, description="Only mutants whose failing check is known.")
     operator_weights: dict[str, float] = Field(
-        {"wrong_name": 0.1, "swapped_arguments": 0.4}, description="Probability of keeping a mutant, by operator; 1 where not named."
+        {"wrong_name": 0.1, "swapped_arguments": 0.4},
+        description="Probability of keeping a mutant, by operator; 1 where not named.",
     )
     action_weight: float = Field(1.0, ge=0, description="Loss weight of a token that the policy will sample.")
     prompt_weight: float = Field(0.4, ge=0, description="Loss weight of a sampled token of the broken file.")
@@ -32,7 +43,9 @@ class PhaseConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    muon_lr: float = Field(0.006, gt=0, description="Muon's learning rate; above about 0.01 the induction circuit dies.")
+    muon_lr: float = Field(
+        0.006, gt=0, description="Muon's learning rate; above about 0.01 the induction circuit dies."
+    )
     adam_lr: float = Field(1e-3, gt=0, description="Adam's learning rate for embeddings, norms and routers.")
     adam_betas: tuple[float, float] = Field((0.9, 0.95), description="Adam's decay rates.")
     warmup_steps: int = Field(30, ge=0, description="Linear warm-up, in steps.")
@@ -61,13 +74,25 @@ class PretrainConfig(BaseModel):
     threads: int = Field(1, gt=0, description="Compute threads of a training process.")
     aside: int = Field(400, ge=0, description="Functions of the pretrain split kept out of training, for evaluation.")
     sft_aside: int = Field(80, ge=0, description="The same of the SFT split.")
-    mix: EpisodeMix = Field(default_factory=EpisodeMix, description="Episodes while the rate is flat.")  # type: ignore[arg-type]
+    tested_share: float = Field(
+        0.1, ge=0, description="Draws of functions with failing checks, for each other one; flat rate."
+    )
+    decay_tested_share: float = Field(0.35, ge=0, description="The same while the rate falls.")
+    tested_mix: EpisodeMix = Field(
+        default_factory=lambda: EpisodeMix(raw=0.0, several_bugs=0.2, ending=0.5),
+        description="Episodes of functions with failing checks (the SFT split's).",
+    )
+    mix: EpisodeMix = Field(default_factory=EpisodeMix, description="Episodes while the rate is flat.")
     decay_mix: EpisodeMix = Field(
-        default_factory=lambda: EpisodeMix(raw=0.04, several_bugs=0.3, ending=0.6, prompt_weight=0.2, raw_weight=0.1),  # type: ignore[call-arg]
+        default_factory=lambda: EpisodeMix(raw=0.04, several_bugs=0.3, ending=0.6, prompt_weight=0.2, raw_weight=0.1),
         description="Episodes while the rate falls.",
     )
-    pretrain: PhaseConfig = Field(default_factory=PhaseConfig, description="The pretraining phase.")  # type: ignore[arg-type]
+    pretrain: PhaseConfig = Field(default_factory=PhaseConfig, description="The pretraining phase.")
+    demonstrations: str = Field(
+        ".cache/starter/demonstrations.zst", description="File of rollout records of the scripted solver on SFT tasks."
+    )
+    sft_reminder: float = Field(0.3, ge=0, lt=1, description="Share of corpus episodes in fine-tuning.")
     sft: PhaseConfig = Field(
-        default_factory=lambda: PhaseConfig(muon_lr=0.002, adam_lr=3e-4, budget_s=420.0, decay_share=0.8),  # type: ignore[call-arg]
+        default_factory=lambda: PhaseConfig(muon_lr=0.002, adam_lr=3e-4, budget_s=420.0, decay_share=0.8),
         description="The fine-tuning phase on demonstrations.",
     )

@@ -24,6 +24,7 @@ from etude.chat.tokenizer import Tokenizer
 from etude.pretrain.batches import Episode, PoolSource
 from etude.pretrain.config import EpisodeMix
 from etude.pretrain.corrupt import apply, choose, corruptions, line_change
+from etude.pretrain.placeholders import placeholder_check
 from etude.records.errors import BadInput
 from etude.records.rollout import SpanKind
 
@@ -63,7 +64,7 @@ def read_rows(path: str | Path) -> list[CorpusRow]:
     decoder = msgspec.json.Decoder(CorpusRow)
     rows = []
     with zstandard.ZstdDecompressor().stream_reader(path.open("rb")) as stream:
-        for number, line in enumerate(io.BufferedReader(stream), 1):  # type: ignore[type-var]
+        for number, line in enumerate(io.BufferedReader(stream), 1):
             try:
                 rows.append(decoder.decode(line))
             except msgspec.DecodeError as error:
@@ -105,6 +106,7 @@ class EpisodeMaker:
         """One episode of `row`, of a kind drawn from the mix; None when it has none that fits."""
         kind = rng.random()
         mutants = self._candidates(rng, row)
+        episode: Episode | None
         if kind < self.mix.raw:
             episode = self.raw(row)
         elif not mutants:
@@ -150,6 +152,9 @@ class EpisodeMaker:
         mutant = mutants[0]
         broken = file_text(row.imports, mutant.text)
         failing = mutant.failing
+        if failing is None and rng.random() < self.mix.placeholder_check:
+            parameters = row.source.split(")", 1)[0].partition("(")[2]
+            failing = Failing(*placeholder_check(rng, parameters.count(",") + bool(parameters.strip())))
         broken_ids, fixed_ids = self.tokenizer.encode(broken), self.tokenizer.encode(fixed)
         right = minimal_edit(self.tokenizer, broken_ids, fixed_ids)
         if right is None or len(right[1]) > self.mix.longest_field:
@@ -262,18 +267,39 @@ class EpisodeMaker:
 
 
 class CorpusPools(PoolSource):
-    """Pools of `size` draws: rows in a fresh random order each epoch, each draw with a random generator of its own."""
+    """Pools of `size` draws, and `share` times as many from a second maker (rows whose failing checks are known).
 
-    def __init__(self, maker: EpisodeMaker, seed: int, size: int) -> None:
-        self.maker, self.seed, self.size = maker, seed, size
-        self._epoch, self._order = -1, list[int]()
+    Rows come in a fresh random order each epoch, each draw has a random generator of its own. `share` may change between pools.
+    """
+
+    def __init__(
+        self, maker: EpisodeMaker, seed: int, size: int, *, tested: EpisodeMaker | None = None, share: float = 0.0
+    ) -> None:
+        self.size, self.share = size, share
+        self._main = _Draws(maker, f"{seed}")
+        self._tested = None if tested is None else _Draws(tested, f"{seed}/tested")
 
     def pool(self, number: int) -> list[Episode]:
-        """Draws `number * size` to `(number + 1) * size`, those that gave an episode."""
-        drawn = (self._draw(index) for index in range(number * self.size, (number + 1) * self.size))
+        """Draws `number * size` to `(number + 1) * size` of each maker, those that gave an episode."""
+        made = self._main.draw(number * self.size, (number + 1) * self.size)
+        if self._tested is not None:
+            size = round(self.size * self.share)
+            made += self._tested.draw(number * size, (number + 1) * size)
+        return made
+
+
+class _Draws:
+    """Numbered draws from a maker's rows."""
+
+    def __init__(self, maker: EpisodeMaker, seed: str) -> None:
+        self.maker, self.seed = maker, seed
+        self._epoch, self._order = -1, list[int]()
+
+    def draw(self, begin: int, end: int) -> list[Episode]:
+        drawn = (self._one(index) for index in range(begin, end))
         return [episode for episode in drawn if episode is not None]
 
-    def _draw(self, index: int) -> Episode | None:
+    def _one(self, index: int) -> Episode | None:
         rows = self.maker.rows
         epoch, place = divmod(index, len(rows))
         if epoch != self._epoch:

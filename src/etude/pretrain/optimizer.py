@@ -23,7 +23,7 @@ def orthogonalize(matrices_NRC: Tensor, rounds: int = 5) -> Tensor:
     For X = U S V^T it approximates U V^T: all singular values come out near 1. A zero matrix stays zero.
     """
     tall = matrices_NRC.shape[1] > matrices_NRC.shape[2]
-    x = matrices_NRC.transpose(1, 2) if tall else matrices_NRC
+    x: Tensor = matrices_NRC.transpose(1, 2) if tall else matrices_NRC
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     first, third, fifth = NEWTON_SCHULZ
     for _ in range(rounds):
@@ -40,7 +40,11 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], lr: float, momentum: float = 0.95, stacked: Sequence[int] | None = None
+        self,
+        parameters: Sequence[nn.Parameter],
+        lr: float,
+        momentum: float = 0.95,
+        stacked: Sequence[int] | None = None,
     ) -> None:
         super().__init__(list(parameters), {"lr": lr, "momentum": momentum})
         self._stacked = dict(zip(map(id, parameters), stacked or [1] * len(parameters), strict=True))

@@ -84,7 +84,9 @@ class Phase:
             self.optimizers.load_state_dict(state["optimizers"])
             self.progress = Progress(**{**state["progress"], "cursor": Cursor(**state["progress"]["cursor"])})
         except (RuntimeError, KeyError, EOFError, ValueError, TypeError) as error:
-            raise CheckpointError(str(self.state_path), "content", str(error)[:200], "a state this phase wrote") from error
+            raise CheckpointError(
+                str(self.state_path), "content", str(error)[:200], "a state this phase wrote"
+            ) from error
         if self.progress.decay_start is not None and self.on_decay is not None:
             self.on_decay()
         return True
@@ -158,7 +160,7 @@ class Phase:
             floor=config.floor,
         )
         loss = batch_loss(self.decoder, batch)
-        loss.total.backward()  # type: ignore[no-untyped-call]
+        loss.total.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.decoder.parameters(), config.clip)
         self.optimizers.step(scale)
         if config.router_bias_rate:
@@ -193,7 +195,9 @@ class Phase:
         if asked.exists():
             minutes = asked.read_text(encoding="utf-8").strip()
             pace = progress.step / max(progress.seconds, 1e-9)
-            steps = float(minutes) * 60 * pace if minutes else progress.step * config.decay_share / (1 - config.decay_share)
+            steps = (
+                float(minutes) * 60 * pace if minutes else progress.step * config.decay_share / (1 - config.decay_share)
+            )
         elif self._spent() >= 1 - config.decay_share and progress.step > 0:
             steps = progress.step * config.decay_share / max(1e-9, 1 - config.decay_share)
             if config.decay_share == 1:
@@ -227,5 +231,6 @@ class Phase:
 
 def _flat(report: dict[str, dict[str, float]]) -> str:
     return "  ".join(
-        f"{domain}: " + " ".join(f"{key} {value:.3f}" for key, value in values.items()) for domain, values in report.items()
+        f"{domain}: " + " ".join(f"{key} {value:.3f}" for key, value in values.items())
+        for domain, values in report.items()
     )

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from etude.chat.tokenizer import Tokenizer
-from etude.model.checkpoint import hf_state, load_hf_state_, save_pretrained
+from etude.model.checkpoint import hf_state, load_hf_state_, load_pretrained, save_pretrained
 from etude.model.config import ModelConfig
 from etude.model.decoder import Decoder
 from etude.pretrain.batches import Batch, Episode, batches_of
@@ -27,6 +27,7 @@ from etude.pretrain.circuit import induction_weights
 from etude.pretrain.config import EpisodeMix, PretrainConfig
 from etude.pretrain.corpus import CorpusPools, CorpusRow, EpisodeMaker, check_modules, file_text, read_rows
 from etude.pretrain.phases import Phase
+from etude.pretrain.sft import DemonstrationPools, demonstration_episode, read_demonstrations
 from etude.records.errors import BadInput, EtudeError
 
 Say = Callable[[str], None]
@@ -138,13 +139,16 @@ class Starter:
         maker = EpisodeMaker(tokenizer, data.train, config.mix)
         draws = config.pretrain.pool_batches * config.pretrain.batch_tokens // 128
 
+        tested = EpisodeMaker(tokenizer, other.train, config.tested_mix)
+        pools = CorpusPools(maker, config.seed, draws, tested=tested, share=config.tested_share)
+
         def on_decay() -> None:
-            maker.mix = config.decay_mix
+            maker.mix, pools.share = config.decay_mix, config.decay_tested_share
 
         phase = Phase(
             "pretrain",
             decoder,
-            CorpusPools(maker, config.seed, draws),
+            pools,
             config.pretrain,
             self.folder / "pretrain",
             seed=config.seed,
@@ -169,6 +173,48 @@ class Starter:
         self.say(f"pretrain: wrote {out}")
         return out
 
+    def sft(self) -> Path:
+        """Fine-tunes the pretrained model on demonstrations (or resumes, or does nothing when done); returns the folder."""
+        config, out = self.config, self.folder / "sft" / "model"
+        if out.exists():
+            self.say(f"sft: {out} exists, skipped")
+            return out
+        tokenizer = self.tokenizer()
+        decoder = load_pretrained(self.pretrain())
+        mix = config.decay_mix
+        made = (demonstration_episode(rollout) for rollout in read_demonstrations(config.demonstrations))
+        found = [episode for episode in made if episode is not None and len(episode.ids) <= mix.longest]
+        aside = load_split(config, "sft", config.sft_aside).aside
+        corpus = load_split(config, "pretrain", config.aside)
+        draws = config.sft.pool_batches * config.sft.batch_tokens // 160
+        reminder = CorpusPools(EpisodeMaker(tokenizer, corpus.train, mix), config.seed + 1, draws)
+        phase = Phase(
+            "sft",
+            decoder,
+            DemonstrationPools(found, draws, config.seed, other=reminder, other_share=config.sft_reminder),
+            config.sft,
+            self.folder / "sft",
+            seed=config.seed,
+            pad_id=tokenizer.pad_id,
+            validation=validation_set(
+                tokenizer,
+                {"pretrain": corpus.aside, "sft": aside},
+                mix,
+                limit=config.sft.evaluate_rows,
+                batch_tokens=config.sft.batch_tokens,
+            ),
+            say=self.say,
+        )
+        resumed = phase.resume()
+        self.say(
+            f"sft: {len(found)} demonstrations, "
+            + (f"resumed at step {phase.progress.step}" if resumed else "from the pretrained model")
+        )
+        phase.run()
+        export(decoder, tokenizer, out)
+        self.say(f"sft: wrote {out}")
+        return out
+
 
 def export(decoder: Decoder, tokenizer: Tokenizer, folder: Path) -> None:
     """Writes a Hugging Face folder with its tokenizer, whole or not at all."""
@@ -185,14 +231,16 @@ def _stop(number: int, frame: object) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line of the stages."""
     parser = argparse.ArgumentParser(prog="python -m etude.pretrain.starter", description=__doc__)
-    parser.add_argument("--stage", choices=("tokenizer", "pretrain", "all"), default="all")
+    parser.add_argument("--stage", choices=("tokenizer", "pretrain", "sft", "all"), default="all")
     parser.add_argument("--folder", default=None, help="where stages keep their output")
     parser.add_argument("--corpus", default=None, help="folder of the function corpus")
     parser.add_argument("--minutes", type=float, default=None, help="training minutes of pretraining, decay included")
     parser.add_argument("--threads", type=int, default=None)
     given = parser.parse_args(arguments)
     config = PretrainConfig()
-    changes = {name: getattr(given, name) for name in ("folder", "corpus", "threads") if getattr(given, name) is not None}
+    changes = {
+        name: getattr(given, name) for name in ("folder", "corpus", "threads") if getattr(given, name) is not None
+    }
     if given.minutes is not None:
         changes["pretrain"] = config.pretrain.model_copy(update={"budget_s": 60 * given.minutes})
     config = config.model_copy(update=changes)
@@ -202,8 +250,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         starter = Starter(config, say=lambda text: print(text, flush=True))
         if given.stage == "tokenizer":
             starter.tokenizer()
-        else:
+        elif given.stage == "pretrain":
             starter.pretrain()
+        else:
+            starter.sft()
     except BadInput as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -144,9 +144,9 @@ class TaskSet:
         return found[0]
 
 
-def write_archive(tasks: Iterable[Task], path: Path) -> int:
-    """Writes the archive, replacing an older one in one step, and returns its size in bytes. Raises TaskError when two tasks
-    share a name."""
+def write_archive(tasks: Iterable[Task], path: Path, licences: Mapping[str, str] | None = None) -> int:
+    """Writes the archive, replacing an older one in one step, and returns its size in bytes. `licences` (package -> text)
+    become `licences/<package>.txt` inside. Raises TaskError when two tasks share a name."""
     ordered = sorted(tasks, key=lambda task: (task.split, task.name))
     names = [task.name for task in ordered]
     if len(set(names)) != len(names):

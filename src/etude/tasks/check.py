@@ -25,6 +25,7 @@ from etude.tasks.canonical import outcome
 from etude.tasks.functions import digest, functions_of, normalise, parameter_names, signatures_of
 from etude.tasks.harbor import cases_of
 from etude.tasks.make import QUOTAS
+from etude.tasks.project import pytest_passes
 from etude.tasks.sources import SourceModule
 from etude.tasks.worker import WorkerPool
 
@@ -83,6 +84,9 @@ def check(
                 scores[index] = score
             if done % 3000 == 2999:
                 progress(f"checked {(done + 1) // 3} of {len(runnable)} tasks")
+    for task in tasks:
+        if task.verifier == "pytest":
+            problems += _pytest_problems(task)
     for number, task in enumerate(runnable):
         problems += judge(task, *scores[3 * number : 3 * number + 3])
     return _report(tasks, problems + check_set(tasks, corpus_folder=corpus_folder, image_modules=image_modules))
@@ -161,6 +165,20 @@ def check_set(
 def solution_files(task: Task) -> dict[str, bytes]:
     """The changed files of the task's solution."""
     return {path: task.solution[path] for path in task.allowed_changes if path in task.solution}
+
+
+def _pytest_problems(task: Task) -> list[Problem]:
+    """Runs the project's own tests on the broken and on the solved tree, in temporary copies."""
+    try:
+        wanted = set(json.loads(task.tests["pytest.json"])["ids"])
+    except (KeyError, ValueError, TypeError) as error:
+        return [Problem(task.name, f"tests/pytest.json holds no `ids` ({type(error).__name__})")]
+    restored = {path.removeprefix("repo/"): data for path, data in task.tests.items() if path.startswith("repo/")}
+    solved = pytest_passes({**task.environment, **solution_files(task), **restored}, task.limits.verifier_timeout_s)
+    broken = pytest_passes({**task.environment, **restored}, task.limits.verifier_timeout_s)
+    found = [] if wanted <= solved else [f"the solution fails {len(wanted - solved)} of {len(wanted)} tests"]
+    found += ["the untouched repository passes every test"] if wanted <= broken else []
+    return [Problem(task.name, text) for text in found]
 
 
 def _report(tasks: Sequence[Task], problems: Iterable[Problem]) -> CheckReport:

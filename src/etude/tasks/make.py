@@ -159,10 +159,11 @@ def make_archive(
     corpus_folder: Path, archive: Path, notice: Path | None = None, *, source_folder: Path | None = None,
     progress: Progress = print,
 ) -> dict[str, int]:  # fmt: skip
-    """Writes the shipped archive (RL, dev, held-out) and its notice; builds the corpus first when it is missing. Returns
-    the number of tasks by split."""
+    """Writes the shipped archive (RL, dev, held-out) with the licence texts of its code, and its notice; builds the corpus
+    first when it is missing. Returns the number of tasks by split."""
+    source_folder = source_folder or corpus_folder.with_name("sources")
     if not all(path.exists() for path in corpus.paths(corpus_folder).values()):
-        corpus.build(corpus_folder, source_folder or corpus_folder.with_name("sources"), progress=progress)
+        corpus.build(corpus_folder, source_folder, progress=progress)
     tasks: list[Task] = []
     counts = {}
     for split in (Split.RL, Split.DEV, Split.HELD_OUT):
@@ -170,7 +171,11 @@ def make_archive(
         counts[str(split)] = len(made)
         tasks += made
         progress(f"{split}: {len(made)} tasks from {len({task.module for task in made})} modules")
-    size = write_archive(tasks, archive)
+    origins = {task.source for task in tasks}
+    pins = tuple(pin for pin in sources.read_pins() if f"{pin.name} {pin.version}" in origins)
+    wheels = sources.fetch(source_folder, pins, progress)
+    licences = {f"{pin.name}-{pin.version}": sources.licence_text(wheel, pin) for pin, wheel in zip(pins, wheels)}
+    size = write_archive(tasks, archive, licences)
     progress(f"{archive}: {len(tasks)} tasks, {size / 1e6:.2f} MB")
     if notice is not None:
         notice.write_text(notice_text(tasks), "utf-8")
@@ -189,7 +194,7 @@ def notice_text(tasks: Iterable[Task]) -> str:
         "Each task holds one function of a package below, in normal form (without comments, docstrings, annotations and "
         "decorators) and broken by one mutation, with the unbroken function as its solution. The functions stay under the "
         "licences of their packages; `task.toml` names the module, package, version and licence of each. The full licence "
-        "texts are in the distributions, pinned by sha256 in `src/etude/tasks/sources.toml`.",
+        "texts are in the archive's folder `licences/`; the distributions are pinned by sha256 in `src/etude/tasks/sources.toml`.",
         "",
         "| package | licence | functions | distribution |",
         "|---|---|---|---|",

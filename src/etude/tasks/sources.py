@@ -7,6 +7,7 @@ code of a package runs. Deliberately knows nothing of functions, splits or tasks
 from __future__ import annotations
 
 import hashlib
+import re
 import subprocess
 import sys
 import sysconfig
@@ -145,6 +146,20 @@ def wheel_modules(path: Path, pin: Pin) -> Iterator[SourceModule]:
             text = _decode(wheel.read(name))
             if text is not None:
                 yield SourceModule(_dotted(parts), f"{pin.name} {pin.version}", pin.licence, text)
+
+
+def licence_text(path: Path, pin: Pin) -> str:
+    """The licence files inside a wheel's metadata, or its licence's name where it carries none."""
+    with zipfile.ZipFile(path) as wheel:
+        names = [name for name in sorted(wheel.namelist()) if ".dist-info/" in name and not name.endswith("/")]
+        found = [
+            name
+            for name in names
+            if re.search(r"licen[cs]e|copying|notice|copyright", name.split(".dist-info/")[1], re.I)
+        ]
+        texts = [wheel.read(name).decode("utf-8", "replace").strip() for name in found]
+    head = f"{pin.name} {pin.version} ({pin.licence}), from {pin.file}\n\n"
+    return head + ("\n\n".join(texts) or "The distribution carries no licence file of its own.") + "\n"
 
 
 def _wanted(parts: tuple[str, ...]) -> bool:

@@ -1,7 +1,8 @@
 """Runs untrusted functions in child processes that have little memory, cannot write files, and are killed when silent.
 
-A pool maps jobs over its children in order; a job whose child dies or passes its limit gives None and the child is
-replaced. Deliberately knows nothing of what a job does.
+A pool maps jobs over its children in order; a job whose child dies or passes its limit of CPU time gives None and the child
+is replaced, so that results do not depend on how busy the machine is; wall time is only a backstop. Deliberately knows
+nothing of what a job does.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ class WorkerPool(Generic[Job, Result]):
     "spawn" (a fresh interpreter that sees the present environment); "fork" takes any function."""
 
     def __init__(
-        self, work: Callable[[Job], Result], count: int = 2, *, limit_s: float = 8.0, method: str = "fork",
-        memory_bytes: int = MEMORY_BYTES,
+        self, work: Callable[[Job], Result], count: int = 2, *, limit_s: float = 8.0, wall_s: float | None = None,
+        method: str = "fork", memory_bytes: int = MEMORY_BYTES,
     ) -> None:  # fmt: skip
         self._work, self._count, self._limit_s, self._memory_bytes = work, count, limit_s, memory_bytes
+        self._wall_s = 30 * limit_s if wall_s is None else wall_s
         self._context: Any = multiprocessing.get_context(method)
         self._children: list[tuple[Any, Connection]] = []
 
@@ -66,7 +68,7 @@ class WorkerPool(Generic[Job, Result]):
                         result = connection.recv()
                     except (EOFError, OSError):
                         self._replace(slot)
-                elif time.monotonic() - started > self._limit_s:
+                elif time.monotonic() - started > self._wall_s:
                     self._replace(slot)
                 else:
                     continue
@@ -76,7 +78,9 @@ class WorkerPool(Generic[Job, Result]):
 
     def _start(self) -> tuple[Any, Connection]:
         here, there = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(there, self._work, self._memory_bytes), daemon=True)
+        process = self._context.Process(
+            target=_serve, args=(there, self._work, self._memory_bytes, self._limit_s), daemon=True
+        )
         process.start()
         there.close()
         return process, here
@@ -89,8 +93,10 @@ class WorkerPool(Generic[Job, Result]):
         self._children[slot] = self._start()
 
 
-def _serve(connection: Connection, work: Callable[[Any], Any], memory_bytes: int) -> None:
+def _serve(connection: Connection, work: Callable[[Any], Any], memory_bytes: int, limit_s: float) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # No handler: the kernel ends a job that burns its CPU time, even inside one long C call.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
@@ -107,6 +113,8 @@ def _serve(connection: Connection, work: Callable[[Any], Any], memory_bytes: int
         except (EOFError, OSError):
             return
         result = None
+        signal.setitimer(signal.ITIMER_PROF, limit_s)
         with contextlib.suppress(BaseException):
             result = work(job)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         connection.send(result)

@@ -67,6 +67,8 @@ class Job:
         self.grace_ns = 0
         self.status: int | None = None
         self.timed_out = False
+        # after a kill of everything: the result comes when nobody is left, or at the end of the kill's grace
+        self.until_empty = False
         self.finished = False
         self.sinks: dict[int, HeadTail] = {}
         self.stdout = self.stderr = self.channel = HeadTail(0)
@@ -252,7 +254,7 @@ class Jobs:
             self._feed(job)
         else:
             self._read(job, fd, 1)
-            if job.status is not None and not job.sinks and not job.finished:
+            if job.status is not None and not job.sinks and not job.until_empty:
                 self._finish(job)
 
     def _feed(self, job: Job) -> None:
@@ -289,6 +291,7 @@ class Jobs:
             try:
                 pid, status = posix.waitpid(-1, posix.WNOHANG)
             except ChildProcessError:
+                self._nobody_left()
                 return
             if pid == 0:
                 return
@@ -299,9 +302,18 @@ class Jobs:
             job.ended_ns = monotonic_ns()
             for fd in list(job.sinks):
                 self._read(job, fd, 64)
+            if job.until_empty:
+                continue
             if job.sinks:
                 job.grace_ns = monotonic_ns() + DRAIN_GRACE_NS
             else:
+                self._finish(job)
+
+    def _nobody_left(self) -> None:
+        for job in self.live():
+            if job.status is not None and job.until_empty:
+                for fd in list(job.sinks):
+                    self._read(job, fd, 64)
                 self._finish(job)
 
     def on_time(self, now_ns: int) -> int:
@@ -311,7 +323,7 @@ class Jobs:
             if job.status is None and not job.timed_out and now_ns >= job.deadline_ns:
                 job.timed_out = True
                 job.grace_ns = now_ns + KILL_GRACE_NS
-                self.kill_tree(job)
+                job.until_empty = self.kill_tree(job)
             elif job.grace_ns and now_ns >= job.grace_ns:
                 self._finish(job)
                 continue
@@ -328,12 +340,15 @@ class Jobs:
             self._close(job.stdin_fd)
         job.done(job)
 
-    def kill_tree(self, job: Job) -> None:
-        """Kills all that `job` started, however it hid; other running jobs and what they started are spared."""
+    def kill_tree(self, job: Job) -> bool:
+        """Kills all that `job` started, however it hid; other running jobs and what they started are spared.
+
+        True when nobody is spared: then all are about to be gone. Otherwise the killed are dead on return.
+        """
         others = [other for other in self.live() if other is not job and not other.finished]
         if not others:
             kill_everything()
-            return
+            return True
         marks = {str(other.key) for other in others}
         roots = {other.pid for other in others}
         for _ in range(50):  # until a scan finds nothing new: children may be born meanwhile
@@ -352,8 +367,9 @@ class Jobs:
                 except OSError:
                     pass
             if not victims:
-                return
+                break
             sleep(0.001)
+        return False
 
 
 def kill_everything(number: int = SIGKILL) -> None:
