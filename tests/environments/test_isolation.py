@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -203,15 +202,14 @@ async def test_a_killed_host_leaves_nothing_behind(backend: NamespaceBackend) ->
             await asyncio.sleep(60)
         asyncio.run(main())
     """)
-    host = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    host = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE)
     assert host.stdout is not None
     try:
-        groups = [Path(name.decode()) for name in host.stdout.readline().split()]
+        groups = [Path(name.decode()) for name in (await asyncio.wait_for(host.stdout.readline(), 30)).split()]
         assert len(_shims(backend)) == 2
     finally:
         host.send_signal(signal.SIGKILL)
-        host.wait()
-        host.stdout.close()
+        await host.wait()
     for _ in range(200):
         if not _shims(backend) and not any(group.exists() for group in groups):
             break
@@ -234,7 +232,7 @@ async def test_what_the_backend_cannot_do_is_refused_by_name(backend: NamespaceB
 
 
 async def test_a_start_that_fails_says_why_and_gives_its_place_back(backend: NamespaceBackend) -> None:
-    with pytest.raises(InfrastructureError, match="No space left|disk_full"):
+    with pytest.raises(InfrastructureError, match=r"No space left|disk_full"):
         await backend.create(PodSpec(disk_bytes=1 << 16, files={"big": bytes(1 << 20)}))
     assert backend.lease.held == 0 and not _shims(backend)
 

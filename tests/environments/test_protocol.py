@@ -44,14 +44,22 @@ def test_damaged_bytes_are_an_error_and_nothing_else(data: bytes) -> None:
         pass
 
 
-async def _link_to(answer: bytes) -> protocol.Link:
+async def _ask(answer: bytes) -> None:
+    """One request to a pod that answers with these bytes and ends."""
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
+    theirs.setblocking(False)
+    loop = asyncio.get_running_loop()
     link = protocol.Link()
-    await asyncio.get_running_loop().create_connection(lambda: link, sock=ours)
-    theirs.sendall(answer)
-    theirs.close()
-    return link
+    await loop.create_connection(lambda: link, sock=ours)
+    asking = asyncio.create_task(link.request(protocol.Processes(id="1"), protocol.ProcessesReply, 5))
+    with theirs:
+        await loop.sock_recv(theirs, 1 << 16)
+        await loop.sock_sendall(theirs, answer)
+    try:
+        await asking
+    finally:
+        await asyncio.wait_for(link.closed, 1)
 
 
 @pytest.mark.parametrize(
@@ -65,16 +73,13 @@ async def _link_to(answer: bytes) -> protocol.Link:
     ],
 )
 async def test_a_pod_that_breaks_the_protocol_is_lost_and_not_waited_for(answer: bytes) -> None:
-    link = await _link_to(answer)
     with pytest.raises(PodLost):
-        await link.request(protocol.Processes(id="1"), protocol.ProcessesReply, 5)
-    await asyncio.wait_for(link.closed, 1)
+        await _ask(answer)
 
 
 async def test_a_reply_of_the_wrong_shape_is_no_reply() -> None:
-    link = await _link_to(wire.frame({"id": "1", "ok": True, "error": "", "message": "", "body": {"pids": "many"}}))
     with pytest.raises(PodLost, match="Processes"):
-        await link.request(protocol.Processes(id="1"), protocol.ProcessesReply, 5)
+        await _ask(wire.frame({"id": "1", "ok": True, "error": "", "message": "", "body": {"pids": "many"}}))
 
 
 async def test_a_silent_pod_is_lost_after_its_time() -> None:
@@ -82,7 +87,7 @@ async def test_a_silent_pod_is_lost_after_its_time() -> None:
     ours.setblocking(False)
     link = protocol.Link()
     await asyncio.get_running_loop().create_connection(lambda: link, sock=ours)
-    with theirs, pytest.raises(PodLost, match="did not answer Processes within 0.05 s"):
+    with theirs, pytest.raises(PodLost, match="did not answer Processes"):
         await link.request(protocol.Processes(id="1"), protocol.ProcessesReply, 0.05)
 
 

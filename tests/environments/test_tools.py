@@ -197,8 +197,7 @@ async def test_reading_and_searching_tools(pod_of_files: AgentPod) -> None:
         "text"
     ] == "    return x + 1"
     assert (await pod_of_files.call("grep", {"pattern": "ret.*x"}))["text"] == "m.py:2:     return x + 1"
-    slow = await pod_of_files.call("grep", {"pattern": "(a+)+$", "path": "slow"}, {"timeout_ms": 300})
-    assert slow["text"] == "no match"
+    assert (await pod_of_files.call("grep", {"pattern": "abs.nt", "path": "none"}))["text"] == "no match"
     await pod_of_files.write("slow", b"a" * 60 + b"!")
     slow = await pod_of_files.call("grep", {"pattern": "(a+)+$", "path": "slow"}, {"timeout_ms": 300})
     assert slow["timed_out"] and slow["error"] == "timeout"

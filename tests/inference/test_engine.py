@@ -343,3 +343,52 @@ async def test_tokens_arrive_in_order_before_their_end_however_they_are_batched(
             events = [event async for event in LocalEngineClient(engine).generate(ask("a", PROMPT, max_tokens=30))]
         assert isinstance(events[-1], GenerateEnd) and events[-1].sampled == 30
         assert all(isinstance(event, TokenEvent) for event in events[:-1]) and len(events) == 31
+
+
+LONG = tuple(int(x) for x in np.random.default_rng(5).integers(1, 48, 40))
+
+
+async def test_sessions_that_begin_alike_compute_their_prompt_once_and_get_what_they_would_get_alone(serving, ask):
+    requests = [ask(f"s{i}", LONG, seed=i) for i in range(6)] + [ask("half", (*LONG[:25], 3, 4, 5), seed=9)]
+    async with serving(share_prompts=False) as engine:
+        client = LocalEngineClient(engine)
+        alone = [await complete(client, request) for request in requests]
+        assert (await client.health()).tokens_shared == 0
+    async with serving() as engine:
+        client = LocalEngineClient(engine)
+        shared = await asyncio.gather(*(complete(client, request) for request in requests))
+        health = await client.health()
+        assert health.tokens_prefilled < 2 * len(LONG) and health.tokens_shared >= 5 * (len(LONG) - 1)
+        await client.close_session("s0")
+        await complete(client, ask("after", LONG))
+        assert (await client.health()).tokens_prefilled == health.tokens_prefilled
+    for one, other in zip(alone, shared, strict=True):
+        assert one.token_ids == other.token_ids and one.end.routes_digest == other.end.routes_digest
+        assert np.abs(np.subtract(one.logprobs, other.logprobs)).max() < 1e-5
+
+
+async def test_a_prompt_computed_by_other_weights_is_never_shared(serving, ask):
+    from etude.inference.protocol import ApplyRequest
+
+    async with serving() as engine:
+        client = LocalEngineClient(engine)
+        await complete(client, ask("old", LONG))
+        await client.apply(ApplyRequest(manifest_key="m1"))
+        found = await complete(client, ask("new", LONG))
+        assert (await client.health()).tokens_shared == 0
+    async with serving(weights=1) as engine:
+        fresh = await complete(LocalEngineClient(engine), ask("new", LONG))
+    assert found.token_ids == fresh.token_ids and found.logprobs == fresh.logprobs
+
+
+async def test_a_session_cut_back_to_another_prompt_does_not_hand_on_its_old_one(serving, ask):
+    other = (*LONG[:20], *reversed(LONG[20:]))
+    async with serving(share_prompts=False) as engine:
+        alone = await complete(LocalEngineClient(engine), ask("b", LONG))
+    async with serving() as engine:
+        client = LocalEngineClient(engine)
+        await complete(client, ask("a", LONG))
+        await complete(client, ask("a", other, request_id="anew"))
+        found = await complete(client, ask("b", LONG))
+    assert found.token_ids == alone.token_ids
+    assert np.abs(np.subtract(found.logprobs, alone.logprobs)).max() < 1e-5

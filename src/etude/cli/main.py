@@ -152,6 +152,23 @@ def evaluate(
         commands.measure(tree, json)
 
 
+@eval_app.command("learning-check")
+def learning_check(
+    overrides: Overrides = [],  # noqa: B006
+    folder: Annotated[
+        Path, typer.Option("--folder", help="Where runs and evaluations are kept; goes on from there.")
+    ] = Path("runs/learning-check"),
+    docs: Annotated[Path, typer.Option("--docs", help="Where the report is written.")] = Path("docs"),
+) -> None:
+    """Check that training teaches repair: treated and control runs, measured on many held-out tasks. Resumable."""
+    from etude.cli.tree import HOME
+
+    tree, _ = _load([HOME / "configs" / "learning_check.toml"], overrides, base="quickstart.toml")
+    from etude.cli.train import run_learning_check
+
+    run_learning_check(tree, folder, docs)
+
+
 @serve_app.command("inference", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def serve_inference(context: typer.Context) -> None:
     """Serve a policy: every field of the `inference` config is an option (--model DIR --port N --store URL --run PREFIX)."""

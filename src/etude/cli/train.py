@@ -6,11 +6,13 @@ import asyncio
 import datetime
 import signal
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import typer
 
+from etude.bench.learning_check import CheckPlan, LearningCheck, page
 from etude.bench.quickstart import Job, Result, Watch, run_job
 from etude.cli.tree import Config, located
 from etude.coordinator.metrics import ProbeMetrics, Row, StepMetrics
@@ -20,6 +22,9 @@ from etude.web.report import write_report
 
 if TYPE_CHECKING:
     from etude.coordinator.run import Progress
+
+
+T = TypeVar("T")
 
 
 class Lines(Watch):
@@ -93,8 +98,8 @@ def make_job(config: Config, run_dir: Path, *, measure: bool) -> Job:
     )
 
 
-async def _until_signal(job: Job, watch: Watch) -> Result:
-    """Runs the job; the first Ctrl-C or SIGTERM asks it to end, a second one cuts it off."""
+async def _until_signal(work: Callable[[asyncio.Event], Awaitable[T]]) -> T:
+    """Runs `work`; the first Ctrl-C or SIGTERM sets its event, a second one cuts it off."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     main = asyncio.current_task()
@@ -110,7 +115,7 @@ async def _until_signal(job: Job, watch: Watch) -> Result:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, asked)
     try:
-        return await run_job(job, watch, stop)
+        return await work(stop)
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
@@ -123,7 +128,8 @@ def run_training(config: Config, origins: dict[str, str], name: str, *, measure:
     write_json(run_dir / "config_origins.json", origins)
     typer.echo(f"run folder: {run_dir}")
     try:
-        result = asyncio.run(_until_signal(make_job(config, run_dir, measure=measure), Lines(config)))
+        job, watch = make_job(config, run_dir, measure=measure), Lines(config)
+        result = asyncio.run(_until_signal(lambda stop: run_job(job, watch, stop)))
     except asyncio.CancelledError:
         typer.echo(f"cut off; what was finished is in {run_dir}", err=True)
         sys.exit(130)
@@ -133,6 +139,23 @@ def run_training(config: Config, origins: dict[str, str], name: str, *, measure:
     _say_result(result, run_dir, report)
     if result.ended.startswith("stopped"):
         sys.exit(130)
+
+
+def run_learning_check(config: Config, folder: Path, docs: Path) -> None:
+    """Goes on with the learning check in `folder`; writes its report to `docs` when all parts are there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    plan = CheckPlan()
+    check = LearningCheck(make_job(config, folder, measure=False), folder.resolve(), plan, Lines(config))
+    figures = asyncio.run(_until_signal(check.run))
+    if figures is None:
+        typer.echo(f"stopped; what was finished is in {folder} and is not done again", err=True)
+        sys.exit(130)
+    docs.mkdir(parents=True, exist_ok=True)
+    write_json(docs / "learning_check.json", figures)
+    (docs / "learning_check.md").write_text(page(figures, plan), encoding="utf-8")
+    typer.echo(page(figures, plan))
+    if not all(figures.bars.values()):
+        sys.exit(1)
 
 
 def _say_result(result: Result, run_dir: Path, report: Path) -> None:

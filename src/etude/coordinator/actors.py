@@ -185,7 +185,10 @@ async def start_fleet(
 
     environments = environments.model_copy(update={"cache": environments.cache.resolve()})
     await (await open_pods(environments)).aclose()
-    engine_config = inference.model_copy(update={"model": model, "store": store, "run_prefix": WEIGHTS_PREFIX})
+    place = {"model": model, "store": store, "run_prefix": WEIGHTS_PREFIX}
+    # sharing a prompt between sessions makes a row's last bits depend on who came first
+    alone = {"share_prompts": False} if coordinator.deterministic else {}
+    engine_config = inference.model_copy(update={**place, **alone})
     engine = await EngineProcess.start(engine_config, run_dir / "logs" / "engine.log")
     fleet = Fleet(engine, [])
     try:

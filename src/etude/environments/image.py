@@ -175,7 +175,7 @@ def ensure_image(cache: Path, *, modules: tuple[str, ...] = STDLIB_MODULES) -> I
         image = Image(found["digest"], cache / "images" / found["digest"], found["python"], frozenset(found["modules"]))
         if image.path.is_dir():
             return image
-    except (FileNotFoundError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError):
         pass
     try:
         (cache / "images").mkdir(parents=True, exist_ok=True)

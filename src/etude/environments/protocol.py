@@ -268,5 +268,6 @@ class Link(asyncio.Protocol):
         try:
             return msgspec.msgpack.decode(envelope.body, type=reply)
         except msgspec.DecodeError as error:
-            self.abort(f"the pod's reply to {type(message).__name__} is none ({error})")
-            raise PodLost(self._lost) from error
+            reason = f"the pod's reply to {type(message).__name__} is none ({error})"
+            self.abort(reason)
+            raise PodLost(reason) from error

@@ -180,12 +180,12 @@ def announce(config: InferenceConfig, engine: Engine, port: int) -> None:
             "digest": engine.weights.digest,
         }
     )
-    print(line, flush=True)
     if config.ready_file:
         target = Path(config.ready_file)
         partial = target.with_name(f".{target.name}.{os.getpid()}")
         partial.write_text(line + "\n", encoding="utf-8")
         partial.replace(target)
+    print(line, flush=True)
 
 
 def _weight_source(config: InferenceConfig) -> WeightSource | None:

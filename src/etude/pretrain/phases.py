@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import pickle
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -76,16 +77,14 @@ class Phase:
         """Loads the phase's checkpoint if there is one. Raises CheckpointError when it cannot be used."""
         if not self.state_path.exists():
             return False
+        state = _read_state(self.state_path)
         try:
-            state = torch.load(self.state_path, weights_only=True)
-            if state["version"] != STATE_VERSION:
-                raise CheckpointError(str(self.state_path), "version", state["version"], f"version {STATE_VERSION}")
             self.decoder.load_state_dict(state["decoder"])
             self.optimizers.load_state_dict(state["optimizers"])
             self.progress = Progress(**{**state["progress"], "cursor": Cursor(**state["progress"]["cursor"])})
-        except (RuntimeError, KeyError, EOFError, ValueError, TypeError) as error:
+        except (RuntimeError, KeyError, ValueError, TypeError) as error:
             raise CheckpointError(
-                str(self.state_path), "content", str(error)[:200], "a state this phase wrote"
+                str(self.state_path), "content", str(error)[:200], "a state of this phase and model"
             ) from error
         if self.progress.decay_start is not None and self.on_decay is not None:
             self.on_decay()
@@ -227,6 +226,27 @@ class Phase:
             f"{self.name} step {line['step']}  {line['tokens'] / 1e6:.2f}M tokens  loss {line['loss']:.3f}  "
             f"edit {line['edit_loss']:.3f}  rate x{line['scale']:.2f}  {pace:.0f} tokens/s  left {eta / 60:.1f} min"
         )
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    try:
+        state: dict[str, Any] = torch.load(path, weights_only=True)
+        version = state["version"]
+    except (OSError, RuntimeError, KeyError, EOFError, ValueError, TypeError, pickle.UnpicklingError) as error:
+        raise CheckpointError(str(path), "content", str(error)[:200], "a state that a training phase wrote") from error
+    if version != STATE_VERSION:
+        raise CheckpointError(str(path), "version", version, f"version {STATE_VERSION}")
+    return state
+
+
+def load_weights(path: Path, decoder: Decoder) -> int:
+    """Loads only the weights of a phase's checkpoint and returns its step. Raises CheckpointError when it cannot."""
+    state = _read_state(path)
+    try:
+        decoder.load_state_dict(state["decoder"])
+    except RuntimeError as error:
+        raise CheckpointError(str(path), "decoder", str(error)[:200], "weights of this model's shape") from error
+    return int(state["progress"]["step"])
 
 
 def _flat(report: dict[str, dict[str, float]]) -> str:

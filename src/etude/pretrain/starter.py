@@ -26,7 +26,7 @@ from etude.pretrain.batches import Batch, Episode, batches_of
 from etude.pretrain.circuit import induction_weights
 from etude.pretrain.config import EpisodeMix, PretrainConfig
 from etude.pretrain.corpus import CorpusPools, CorpusRow, EpisodeMaker, check_modules, file_text, read_rows
-from etude.pretrain.phases import Phase
+from etude.pretrain.phases import Phase, load_weights
 from etude.pretrain.sft import DemonstrationPools, demonstration_episode, read_demonstrations
 from etude.records.errors import BadInput, EtudeError
 
@@ -173,6 +173,15 @@ class Starter:
         self.say(f"pretrain: wrote {out}")
         return out
 
+    def snapshot(self) -> Path:
+        """Exports the newest pretraining checkpoint as it is, to look at while the phase goes on."""
+        tokenizer, out = self.tokenizer(), self.folder / "snapshot"
+        decoder = Decoder(starter_config(tokenizer.vocab_size, tokenizer))
+        step = load_weights(self.folder / "pretrain" / "pretrain.state.pt", decoder)
+        export(decoder, tokenizer, out)
+        self.say(f"snapshot: wrote {out} (pretraining step {step})")
+        return out
+
     def sft(self) -> Path:
         """Fine-tunes the pretrained model on demonstrations (or resumes, or does nothing when done); returns the folder."""
         config, out = self.config, self.folder / "sft" / "model"
@@ -231,7 +240,7 @@ def _stop(number: int, frame: object) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line of the stages."""
     parser = argparse.ArgumentParser(prog="python -m etude.pretrain.starter", description=__doc__)
-    parser.add_argument("--stage", choices=("tokenizer", "pretrain", "sft", "all"), default="all")
+    parser.add_argument("--stage", choices=("tokenizer", "pretrain", "snapshot", "sft", "all"), default="all")
     parser.add_argument("--folder", default=None, help="where stages keep their output")
     parser.add_argument("--corpus", default=None, help="folder of the function corpus")
     parser.add_argument("--minutes", type=float, default=None, help="training minutes of pretraining, decay included")
@@ -252,6 +261,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             starter.tokenizer()
         elif given.stage == "pretrain":
             starter.pretrain()
+        elif given.stage == "snapshot":
+            starter.snapshot()
         else:
             starter.sft()
     except BadInput as error:

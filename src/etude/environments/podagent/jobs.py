@@ -149,6 +149,7 @@ class Jobs:
             channel_read, channel_write = self._pipe(ends) if channel_limit else (-1, -1)
             places = [(in_read, 0), (out_write, 1), (err_write, 2), *([(channel_write, 3)] if channel_limit else [])]
             script = recognise(argv, env) if warm else None
+            env = {**env, MARK: str(job.key)}
             posix.chdir(cwd)
             try:
                 if script is not None:
@@ -159,7 +160,6 @@ class Jobs:
                     # relative programs are relative to cwd, so the search happens here
                     program = find_program(argv[0], env.get("PATH", ""))
                     actions = [(posix.POSIX_SPAWN_DUP2, source, target) for source, target in places]
-                    env = {**env, MARK: str(job.key)}
                     job.pid = posix.posix_spawn(
                         program, argv, env, file_actions=actions, setsid=True, setsigdef=DEFAULT_SIGNALS, setsigmask=()
                     )
