@@ -160,7 +160,9 @@ async def run(
             pauses = []
             for number in range(1, len(versions)):
                 share = expected * number / len(versions)
-                while (await client.health()).tokens_sampled < share and not all(task.done() for task in acting):
+                while not all(task.done() for task in acting):
+                    if (await client.health()).tokens_sampled >= share:
+                        break
                     await asyncio.sleep(0.005)
                 reply = await client.apply(ApplyRequest(manifest_key=manifest_key("run", number), mode=mode))
                 pauses.append(reply.pause_seconds)
@@ -292,7 +294,7 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--swaps", type=int, default=3)
     parser.add_argument(
-        "--step", type=float, default=0.01, help="size of a version's random step, relative to the weights"
+        "--step", type=float, default=0.02, help="size of a version's random step, relative to the weights"
     )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

@@ -222,6 +222,26 @@ def test_doctor_names_what_is_wrong_and_what_to_do(
     assert "gcc" in doctor.check_compiler().fix
 
 
+def test_groups_of_hosts_that_are_gone_are_swept(tmp_path: Path) -> None:
+    tree = cgroups.CgroupTree(2, {"memory": tmp_path})
+    gone, ours, fresh = (tmp_path / f"etude-{host}-1-1" for host in (99999999, os.getpid(), 99999998))
+    for folder in (gone, ours, fresh):
+        folder.mkdir()
+    for folder in (gone, ours):
+        os.utime(folder, (1, 1))
+    assert tree.sweep() == [gone] and ours.exists() and fresh.exists()
+
+
+@pytest.mark.pods
+async def test_config_opens_a_backend_with_its_limits(backend: NamespaceBackend, pod_cache: Path) -> None:
+    config = EnvironmentsConfig(cache=pod_cache, max_pods=2, disk_bytes=8 << 20, cpus=0.5)
+    opened = await config.open()
+    assert isinstance(opened, NamespaceBackend) and opened.lease.limit == 2
+    spec = config.spec({"x": b""}, processes=5)
+    assert (spec.disk_bytes, spec.cpus, spec.processes) == (8 << 20, 0.5, 5)
+    await opened.aclose()
+
+
 def test_config_refuses_what_it_does_not_know() -> None:
     assert EnvironmentsConfig().backend == "namespace"
     with pytest.raises(ValueError):

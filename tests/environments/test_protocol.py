@@ -7,7 +7,7 @@ import socket
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.environments import protocol
@@ -24,6 +24,7 @@ values = st.recursive(
 )
 
 
+@settings(max_examples=60, deadline=None)
 @given(values)
 def test_the_pods_codec_and_the_hosts_agree(value: object) -> None:
     assert msgspec.msgpack.decode(wire.pack(value)) == value

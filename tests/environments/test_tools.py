@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.environments.backends.namespace import NamespaceBackend
@@ -17,6 +17,7 @@ from etude.environments.podagent import paths, tools
 letters = st.text(alphabet="ab\n\r\té", max_size=12)
 
 
+@settings(deadline=None)
 @given(letters, letters, letters, letters, st.binary(max_size=3), st.binary(max_size=3))
 def test_an_edit_changes_its_place_and_no_other_byte(
     before: str, old: str, new: str, after: str, head: bytes, tail: bytes
@@ -36,6 +37,7 @@ def test_an_edit_changes_its_place_and_no_other_byte(
     assert data == base[:at] + wrote + base[at + len(old.encode()) :]
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(["a", "b", "\tc", ""]), min_size=2, max_size=6), st.sampled_from(["x", "x\ny", "\n"]))
 def test_line_ends_of_a_crlf_file_are_kept(lines: list[str], new: str) -> None:  # 5.1
     base = "\r\n".join([*lines, "here", "there", ""]).encode()
@@ -70,6 +72,7 @@ def test_carriage_returns_overwrite() -> None:  # 5.11
     assert tools.overwritten("abcdef\rxy") == "xycdef"
 
 
+@settings(deadline=None)
 @given(st.text(max_size=200), st.integers(2, 60))
 def test_shortened_text_keeps_both_ends_and_counts_the_rest(text: str, limit: int) -> None:  # 5.9, 5.10
     short, dropped = tools.shorten(text, limit)

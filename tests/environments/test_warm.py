@@ -35,7 +35,7 @@ SCRIPTS = {
     "interrupt": "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)",
     "descriptors": ("import os\nfor fd in range(0, 50):\n  try: os.fstat(fd); print(fd)\n  except OSError: pass"),
     "future": "from __future__ import annotations\ndef f(x: Unknown): pass\nprint(f.__annotations__)",
-    "main_guard": "import sys\nif __name__ == '__main__':\n    import __main__\n    print(__main__ is sys.modules['__main__'], __main__.__file__)",
+    "main_guard": "import __main__\nif __name__ == '__main__':\n    print(__main__.__file__, __main__.__spec__)",
     "dataclass_like": "import enum\nclass A(enum.Enum):\n    X = 1\nprint(A.X, A.__module__)",
     "excepthook": "import sys\nsys.excepthook = lambda *a: print('hook', a[0].__name__)\n1 / 0",
     "closed_stdout": "import sys\nprint('x')\nsys.stdout.close()",

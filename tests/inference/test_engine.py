@@ -158,14 +158,14 @@ async def test_requests_wait_for_a_slot_and_are_busy_beyond_the_queue_or_its_tim
     async with serving(slots=1, queue_limit=1) as engine:
         client = LocalEngineClient(engine)
         outcomes = await asyncio.gather(
-            *(complete(client, ask(f"s{i}", PROMPT, max_tokens=60)) for i in range(3)), return_exceptions=True
+            *(complete(client, ask(f"s{i}", PROMPT, max_tokens=25)) for i in range(3)), return_exceptions=True
         )
         refused = [outcome for outcome in outcomes if isinstance(outcome, EngineRefused)]
         assert [error.kind for error in refused] == [FaultKind.BUSY]
     async with serving(slots=1, queue_timeout_s=0.01, sampler=_Slow()) as engine:
         client = LocalEngineClient(engine)
         outcomes = await asyncio.gather(
-            *(complete(client, ask(f"s{i}", PROMPT, max_tokens=60)) for i in range(2)), return_exceptions=True
+            *(complete(client, ask(f"s{i}", PROMPT, max_tokens=25)) for i in range(2)), return_exceptions=True
         )
         assert [o.kind for o in outcomes if isinstance(o, EngineRefused)] == [FaultKind.BUSY]
 

@@ -159,6 +159,21 @@ def test_each_single_corruption_still_parses() -> None:
         ast.parse(apply(SOURCE, [change]))
 
 
+def test_rearrangements_swap_operands_and_arguments_and_move_bounds() -> None:
+    source = "def f(a, b):\n    c = a[1:] + b[:2] + 'x - y'\n    d = g(a, b) * (a - b)\n    return -c"
+    made = {apply(source, [change]).split("\n", 1)[1] for change in corruptions(source)}
+    for old, new in [
+        ("a[1:]", "a[1:-1]"),
+        ("a[1:]", "a[:]"),
+        ("b[:2]", "b[1:2]"),
+        ("g(a, b)", "g(b, a)"),
+        ("(a - b)", "(b - a)"),
+        ("return -c", "return c"),
+    ]:
+        assert source.split("\n", 1)[1].replace(old, new) in made
+    assert all("'x - y'" in text for text in made)
+
+
 def test_rows_of_other_splits_are_refused() -> None:
     check_modules(ROWS, frozenset({"other"}))
     with pytest.raises(BadInput, match=r"pack\.n"):

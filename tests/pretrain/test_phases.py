@@ -13,7 +13,7 @@ from etude.pretrain.batches import Batch, Cursor, Episode, PoolSource, Stream, b
 from etude.pretrain.config import PhaseConfig
 from etude.pretrain.objective import balance_routers, batch_loss, evaluate
 from etude.pretrain.phases import DECAY_FILE, Phase
-from etude.records.errors import CheckpointError
+from etude.records.errors import BadInput, CheckpointError
 
 torch.set_num_threads(1)
 TINY = ModelConfig(
@@ -137,6 +137,7 @@ def test_padding_and_unweighted_targets_do_not_touch_the_loss() -> None:
     ]
     together = batch_loss(decoder, pad(episodes, 0)).total
 
+    @torch.no_grad()
     def alone(episode: Episode) -> float:
         ids = torch.tensor([episode.ids])
         logs = decoder.logits(decoder(ids).hidden).log_softmax(-1)[0, :-1]
@@ -162,3 +163,11 @@ def test_router_bias_moves_towards_idle_experts() -> None:
     balance_routers(decoder, torch.tensor([[9, 1, 5, 5]]), 0.01)
     bias = next(buffer for name, buffer in decoder.named_buffers() if name.endswith("e_score_correction_bias"))
     torch.testing.assert_close(bias, torch.tensor([-0.01, 0.01, 0.0, 0.0]))
+
+
+def test_two_phases_do_not_train_in_one_folder(tmp_path: Path) -> None:
+    second = phase(tmp_path)
+    first = phase(tmp_path)
+    first.validation = lambda: second.run(max_steps=1) and []
+    with pytest.raises(BadInput, match="lock"):
+        first.run()

@@ -77,13 +77,16 @@ def config_show(overrides: Overrides = [], config: ConfigFiles = []) -> None:  #
 @app.command()
 def doctor() -> None:
     """Check what this machine has: rights for pods, compiler, disk, ports. Exit code 2 when something needed is missing."""
-    from etude.environments.doctor import check_machine
+    from etude.cli.tree import Config
+    from etude.environments.doctor import diagnose
 
     missing = False
-    for check in check_machine():
-        typer.echo(f"{'ok     ' if check.ok else 'MISSING'}  {check.name}: {check.detail}")
+    for check in diagnose(Config().environments.cache):
+        typer.echo(
+            f"{'ok     ' if check.ok else 'MISSING' if check.needed else 'without'}  {check.name}: {check.detail}"
+        )
         if not check.ok:
-            missing = True
+            missing = missing or check.needed
             typer.echo(f"         {check.fix}")
     if missing:
         raise typer.Exit(2)
@@ -198,6 +201,96 @@ def runs_report(run: Annotated[Path, typer.Argument(help="Run folder.")]) -> Non
     from etude.web.report import write_report
 
     typer.echo(str(write_report(run)))
+
+
+@tasks_app.command("make")
+def tasks_make(
+    repo: Annotated[Path | None, typer.Option("--repo", help="Your own project, with pytest tests.")] = None,
+    out: Annotated[
+        Path, typer.Option("--out", help="Archive to write, or with --repo a folder of task folders.")
+    ] = Path("data/tasks.tar.zst"),
+    limit: Annotated[int, typer.Option("--limit", help="Most tasks made with --repo.")] = 50,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the choice with --repo.")] = 0,
+) -> None:
+    """Make repair tasks: from the pinned sources, or from your own project."""
+    if repo is None:
+        from etude.tasks.make import make_archive
+
+        counts = make_archive(Path(".cache/corpus"), out, out.parent / "NOTICE-tasks.md", progress=typer.echo)
+        typer.echo(f"{out}: " + ", ".join(f"{split} {count}" for split, count in counts.items()))
+        return
+    from etude.tasks.harbor import write_folder
+    from etude.tasks.project import make_from_project
+
+    folder = out if out != Path("data/tasks.tar.zst") else Path("tasks")
+    tasks = make_from_project(repo, limit=limit, seed=seed, progress=typer.echo)
+    for task in tasks:
+        write_folder(task, folder / task.name)
+    typer.echo(f"{len(tasks)} tasks in {folder}")
+
+
+@tasks_app.command("check")
+def tasks_check(
+    path: Annotated[Path | None, typer.Argument(help="Folder of tasks or archive.")] = None,
+    corpus: Annotated[
+        Path, typer.Option("--corpus", help="Corpora to prove the splits against, when they exist.")
+    ] = Path(".cache/corpus"),
+) -> None:
+    """Check tasks: the solution passes, the untouched repository fails, hidden checks bite, the splits are disjoint."""
+    from etude.cli.tree import Config, located
+    from etude.environments.image import ensure_image
+    from etude.tasks.archive import TaskSet
+    from etude.tasks.check import check, require_clean
+
+    place = located(str(path) if path is not None else Config().tasks)
+    tasks = list(TaskSet.open(place))
+    report = check(
+        tasks,
+        corpus_folder=corpus if corpus.exists() else None,
+        image_modules=ensure_image(Config().environments.cache).modules,
+        progress=typer.echo,
+    )
+    for name, counts in (("tasks", report.by_split), ("modules", report.modules), ("operators", report.by_operator)):
+        typer.echo(f"{name}: " + ", ".join(f"{key} {count}" for key, count in counts.items()))
+    require_clean(report, str(place))
+    typer.echo(
+        f"{report.tasks} tasks: every check holds" + ("" if corpus.exists() else " (no corpora here to prove against)")
+    )
+
+
+@tasks_app.command("list")
+def tasks_list(
+    path: Annotated[Path | None, typer.Argument(help="Folder of tasks or archive.")] = None,
+    split: Annotated[str, typer.Option("--split", help="Only this split.")] = "",
+) -> None:
+    """List tasks: id, split, operator, name."""
+    from etude.cli.tree import Config, located
+    from etude.tasks.archive import TaskSet
+
+    for entry in TaskSet.open(located(str(path) if path is not None else Config().tasks)).entries:
+        if not split or entry.split == split:
+            typer.echo(f"{entry.id[:12]}  {entry.split:<9} {entry.operator:<18} {entry.name}")
+
+
+@model_app.command("show")
+def model_show(model: Annotated[str, typer.Argument(help="Hugging Face folder.")] = "data/starter") -> None:
+    """A policy's architecture and sizes."""
+    from etude.cli.tree import located
+    from etude.model.checkpoint import load_pretrained, read_config
+
+    folder = located(model)
+    for key, value in read_config(folder).to_hf().items():
+        typer.echo(f"{key:<28} {value}")
+    total = sum(parameter.numel() for parameter in load_pretrained(folder).parameters())
+    typer.echo(f"{'parameters':<28} {total:,}")
+
+
+@model_app.command("starter", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def model_starter(context: typer.Context) -> None:
+    """Make the starter policy from source code: corpus, tokenizer, pretraining, demonstrations, fine-tuning, gate. Resumable."""
+    from etude.pretrain.starter import main as make
+
+    raise typer.Exit(make(context.args))
 
 
 def _reported(command: Callable[P, R]) -> Callable[P, R]:

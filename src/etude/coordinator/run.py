@@ -8,7 +8,7 @@ rewards, losses or weights. In deterministic mode nothing here depends on a cloc
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import contextlib
 import random
 import time
 from collections import deque
@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-import zstandard
 
 from etude.coordinator.config import CoordinatorConfig
 from etude.coordinator.entries import (
@@ -34,6 +33,7 @@ from etude.coordinator.entries import (
     VersionApplied,
     VersionPublished,
 )
+from etude.coordinator.groups import GroupArchive, StoredGroup
 from etude.coordinator.ledger import Ledger
 from etude.coordinator.messages import RolloutJob, RolloutResult, StepReport, TrainerHandle, WorkerHandle
 from etude.coordinator.metrics import ProbeMetrics, Row, StepMetrics, append, group_figures, solved
@@ -43,14 +43,14 @@ from etude.coordinator.staleness import Refusal
 from etude.inference.client import EngineClient
 from etude.inference.protocol import ApplyRequest
 from etude.records.errors import BadInput, InfrastructureError, IntegrityError
-from etude.records.rollout import CauseClass, Group, GroupState, Rollout, StopReason, encode
+from etude.records.rollout import CauseClass, Group, GroupState, Rollout, StopReason
 from etude.records.task import Task
 from etude.rl.advantage import group_advantages
 from etude.rl.config import RLConfig
 from etude.rl.curriculum import UniformEpoch
 from etude.rl.habits import GivesUpMonitor
 from etude.rl.rewards import TOTAL
-from etude.weightsync.store import AlreadyExists, ObjectStore
+from etude.weightsync.store import ObjectStore
 
 RUN_PREFIX = "run"
 
@@ -81,13 +81,6 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     policy_version: int
     digest: str
     seconds: float
-
-
-@dataclass
-class _Sealed:
-    group: Group
-    data: bytes
-    blobs: dict[str, bytes]
 
 
 @dataclass
@@ -126,8 +119,13 @@ class TrainingRun:
         self._prompts = prompts
         self._curriculum = UniformEpoch(prompts, order_seed(config.seed))
         self._monitor = GivesUpMonitor(rl.habits.window, rl.habits.alarm_ratio)
-        self._load = [0] * len(self._workers)
-        self._sealed: dict[int, _Sealed] = {}
+        self._busy = [0] * len(self._workers)
+        self._archive = GroupArchive(store, RUN_PREFIX)
+        self._sealed: dict[int, Group] = {}
+        # Groups take turns where the order of their rollouts must not hang on who answers first.
+        self._turns: contextlib.AbstractAsyncContextManager[object] = (
+            asyncio.Lock() if config.deterministic else contextlib.nullcontext()
+        )
         self._tally = _Tally()
         self._changed = asyncio.Event()
         self._apply_lock = asyncio.Lock()
@@ -224,11 +222,8 @@ class TrainingRun:
             flight.add_done_callback(self._flying.discard)
 
     async def _run_group(self, draw: int, task_id: str) -> None:
-        places = range(self._rl.group_size)
-        if self._config.deterministic:
-            results = [await self._run_place(draw, place, task_id) for place in places]
-        else:
-            results = list(await asyncio.gather(*(self._run_place(draw, place, task_id) for place in places)))
+        async with self._turns:
+            results = await self._run_places(draw, task_id)
         slots = self._ledger.state.slots[draw]
         if slots.status is GroupStatus.VOID:
             detail = next(
@@ -245,6 +240,14 @@ class TrainingRun:
         self._fill()
         self._changed.set()
 
+    async def _run_places(self, draw: int, task_id: str) -> list[RolloutResult | None]:
+        places = range(self._rl.group_size)
+        if self._config.deterministic:
+            return [await self._run_place(draw, place, task_id) for place in places]
+        async with asyncio.TaskGroup() as group:
+            running = [group.create_task(self._run_place(draw, place, task_id)) for place in places]
+        return [task.result() for task in running]
+
     async def _run_place(self, draw: int, place: int, task_id: str) -> RolloutResult | None:
         """One place of the group to its scored end, over fresh tries; None when it became void before it ever ran."""
         job = RolloutJob(task_id=task_id, attempt=place, seed=rollout_seed(self._config.seed, task_id, place))
@@ -254,8 +257,8 @@ class TrainingRun:
             if slots is not None and slots.status is GroupStatus.VOID:
                 return result
             self._ledger.record(SlotMoved(draw=draw, place=place, state=SlotState.ACTING))
-            index = self._load.index(min(self._load))
-            self._load[index] += 1
+            index = self._busy.index(min(self._busy))
+            self._busy[index] += 1
             detail = ""
             try:
                 result = await self._workers[index].run(job)
@@ -263,7 +266,7 @@ class TrainingRun:
             except InfrastructureError as error:
                 detail = str(error)
             finally:
-                self._load[index] -= 1
+                self._busy[index] -= 1
             if self._ledger.state.slots[draw].status is GroupStatus.VOID:
                 return result
             if result is not None and result.rollout.cause is CauseClass.POLICY:
@@ -294,10 +297,9 @@ class TrainingRun:
             advantages=group_advantages(totals, self._rl.group_size),
             oldest_version=min(versions, default=max(self._ledger.state.engines.values())),
         )
-        data = encode(group)
         blobs = {digest: blob for result in results for digest, blob in result.blobs.items()}
-        digest = await asyncio.to_thread(self._keep, data, blobs)
-        self._sealed[draw] = _Sealed(group, data, blobs)
+        digest = await asyncio.to_thread(self._archive.keep, group, blobs)
+        self._sealed[draw] = group
         self._ledger.record(
             GroupSealed(
                 draw=draw,
@@ -311,17 +313,6 @@ class TrainingRun:
         alarm = self._monitor.observe(group)
         if alarm is not None:
             self._tally.alarm = str(alarm)
-
-    def _keep(self, data: bytes, blobs: dict[str, bytes]) -> str:
-        """Puts the group's record and arrays beside the ledger, each named by the sha256 of what it decompresses to."""
-        compressor = zstandard.ZstdCompressor(level=3)
-        digest = hashlib.sha256(data).hexdigest()
-        for name, blob in ((f"groups/{digest}", data), *((f"blobs/{key}", value) for key, value in blobs.items())):
-            try:
-                self._store.put_if_absent(f"{RUN_PREFIX}/{name}", compressor.compress(blob))
-            except AlreadyExists:
-                continue  # the same bytes under the same name
-        return digest
 
     def _void_unfinished(self) -> None:
         """What was in flight at the end is void, with the reason; what was ready stays queued for a later epoch."""
@@ -355,16 +346,16 @@ class TrainingRun:
     async def _sync(self, policy_version: int) -> None:
         """Follows a version from the trainer's background upload to the engine."""
         published = await self._trainer.published(policy_version)
-        known = self._ledger.state.versions.get(published.policy_version)
-        if known is None or not known.manifest_key:
-            await self._ledger.append(
-                VersionPublished(
-                    policy_version=published.policy_version,
-                    step=published.step,
-                    digest=published.digest,
-                    manifest_key=published.manifest_key,
-                )
+        if published.policy_version != policy_version:
+            return  # a later version covers it, whose own sync comes as soon as its step is in the ledger
+        await self._ledger.append(
+            VersionPublished(
+                policy_version=published.policy_version,
+                step=published.step,
+                digest=published.digest,
+                manifest_key=published.manifest_key,
             )
+        )
         await self._apply(published.policy_version, published.manifest_key)
         self._fill()
         self._changed.set()
@@ -401,12 +392,14 @@ class TrainingRun:
             step, version = state.step + 1, state.newest_version + 1
             self._ledger.record(BatchFormed(step=step, draws=draws))
             self._fill()
-            batch = [self._sealed[draw] for draw in draws]
-            staleness = [state.step - state.versions[item.group.oldest_version].step for item in batch]
-            blobs = {key: value for item in batch for key, value in item.blobs.items()}
+            groups = [self._sealed[draw] for draw in draws]
+            staleness = [state.step - state.versions[group.oldest_version].step for group in groups]
             began = time.monotonic()
             try:
-                report = await self._trainer.step([item.data for item in batch], blobs, version)
+                await self._prove_engine()
+                batch = await asyncio.to_thread(self._load, [state.draws[draw].digest for draw in draws])
+                blobs = {key: value for item in batch for key, value in item.blobs.items()}
+                report = await self._trainer.step([item.record for item in batch], blobs, version)
             except BaseException as error:
                 if self._ledger.error is None:
                     self._ledger.record(BatchReturned(step=step, reason=type(error).__name__))
@@ -421,7 +414,7 @@ class TrainingRun:
             sync = self._group.create_task(self._sync(version))
             syncing.add(sync)
             sync.add_done_callback(syncing.discard)
-            self._say(self._row(report, [item.group for item in batch], staleness, took, waited))
+            self._say(self._row(report, groups, staleness, took, waited))
             every = self._config.probe_every
             if every and step % every == 0 and not self._config.deterministic and step < self._config.steps:
                 flight = self._group.create_task(self._probe(step))
@@ -431,6 +424,14 @@ class TrainingRun:
             task.cancel()
         if syncing:
             await asyncio.gather(*syncing)
+        await self._prove_engine()
+
+    def _load(self, digests: Sequence[str]) -> list[StoredGroup]:
+        return [self._archive.load(digest) for digest in digests]
+
+    async def _prove_engine(self) -> None:
+        """Hashes the live weights once more: tokens of this version are trained only if its tensors are still its own."""
+        await self._engine.health(verify=True)
 
     def _row(
         self, report: StepReport, groups: Sequence[Group], staleness: Sequence[int], took: float, waited: float
@@ -470,21 +471,23 @@ class TrainingRun:
         attempts = self._config.probe_attempts
         version = max(self._ledger.state.engines.values())
 
-        async def one(task: Task, attempt: int) -> bool:
-            index = self._load.index(min(self._load))
-            self._load[index] += 1
+        async def one(task: Task, attempt: int) -> bool | None:
+            index = self._busy.index(min(self._busy))
+            self._busy[index] += 1
             try:
                 seed = rollout_seed(self._config.seed, f"probe:{task.id}", attempt)
                 job = RolloutJob(task_id=task.id, attempt=attempt, seed=seed, keep_blobs=False)
-                return solved((await self._workers[index].run(job)).rollout)
+                rollout = (await self._workers[index].run(job)).rollout
+                return solved(rollout) if rollout.cause is CauseClass.POLICY else None
+            except InfrastructureError:
+                return None
             finally:
-                self._load[index] -= 1
+                self._busy[index] -= 1
 
-        async def row(task: Task) -> list[bool]:
-            return list(await asyncio.gather(*(one(task, attempt) for attempt in range(attempts))))
-
-        wins = await asyncio.gather(*(row(task) for task in self._probes))
-        if wins:
+        async with asyncio.TaskGroup() as group:
+            running = [[group.create_task(one(task, a)) for a in range(attempts)] for task in self._probes]
+        rows = [[win for attempt in row if (win := attempt.result()) is not None] for row in running]
+        if wins := [row for row in rows if row]:
             self._say(
                 ProbeMetrics(
                     step=step,
@@ -492,7 +495,7 @@ class TrainingRun:
                     policy_version=version,
                     tasks=len(wins),
                     attempts=attempts,
-                    mean=sum(map(sum, wins)) / (len(wins) * attempts),
+                    mean=sum(map(sum, wins)) / sum(map(len, wins)),
                     best_of_k=sum(map(any, wins)) / len(wins),
                 )
             )

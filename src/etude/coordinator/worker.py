@@ -33,12 +33,10 @@ class BlobBox:
         return digest
 
     def needed_by(self, rollout: Rollout) -> dict[str, bytes]:
-        """Every mask, and the routes that end a chain: those of an earlier turn are a prefix of the next one's."""
+        """Masks and routes of every generation: a swap may have left a turn's routes no prefix of the next one's."""
         needed: dict[str, bytes] = {}
-        for index, generation in enumerate(rollout.generations):
-            following = rollout.generations[index + 1 : index + 2]
-            ends_chain = not following or following[0].link == "summary"
-            for blob in (generation.masks, generation.routes if ends_chain else None):
+        for generation in rollout.generations:
+            for blob in (generation.masks, generation.routes):
                 if blob is not None and blob.digest in self.kept:
                     needed[blob.digest] = self.kept[blob.digest]
         return needed

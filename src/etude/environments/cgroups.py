@@ -7,11 +7,13 @@ the launcher, which outlives us; this module only computes paths and reads count
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 CONTROLLERS = ("memory", "pids", "cpu")
 CPU_PERIOD_US = 100_000
+NAME_PREFIX = "etude"
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,20 @@ class CgroupTree:
 
     version: int
     parents: dict[str, Path]
+
+    def sweep(self, older_than_s: float = 60.0) -> list[Path]:
+        """Removes the empty groups of hosts that are gone together with their launchers (killed as a whole tree); their paths."""
+        removed = []
+        for parent in dict.fromkeys(self.parents.values()):
+            for folder in parent.glob(f"{NAME_PREFIX}-*"):
+                host = folder.name.split("-")[1]
+                try:
+                    if not Path(f"/proc/{host}").exists() and time.time() - folder.stat().st_mtime > older_than_s:
+                        folder.rmdir()  # fails while a process is in it
+                        removed.append(folder)
+                except OSError:
+                    continue
+        return removed
 
     def plan(self, name: str, *, memory_bytes: int, processes: int, cpus: float) -> CgroupPlan:
         """What to create for one pod and which files to write."""

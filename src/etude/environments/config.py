@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from etude.environments.pod import PodBackend, PodSpec
 
 
 class EnvironmentsConfig(BaseModel):
@@ -29,3 +32,27 @@ class EnvironmentsConfig(BaseModel):
     launcher: str = Field(
         "auto", pattern="^(auto|c|python)$", description="`c` is compiled on first use, `python` needs no compiler."
     )
+
+    def spec(
+        self,
+        files: Mapping[str, bytes],
+        *,
+        memory_bytes: int = PodSpec.memory_bytes,
+        processes: int = PodSpec.processes,
+    ) -> PodSpec:
+        """The specification of a pod under this config."""
+        return PodSpec(
+            files=files, memory_bytes=memory_bytes, processes=processes, cpus=self.cpus, disk_bytes=self.disk_bytes
+        )
+
+    async def open(self) -> PodBackend:
+        """The configured backend. Raises MissingCapability, whose text says what to enable."""
+        from etude.environments.backends.namespace import NamespaceBackend
+
+        return await NamespaceBackend.open(
+            self.cache,
+            max_pods=self.max_pods,
+            start_timeout_s=self.start_timeout_s,
+            queue_timeout_s=self.queue_timeout_s,
+            launcher=self.launcher,
+        )

@@ -93,6 +93,8 @@ class PretrainConfig(BaseModel):
     )
     sft_reminder: float = Field(0.3, ge=0, lt=1, description="Share of corpus episodes in fine-tuning.")
     sft: PhaseConfig = Field(
-        default_factory=lambda: PhaseConfig(muon_lr=0.002, adam_lr=3e-4, budget_s=420.0, decay_share=0.8),
+        default_factory=lambda: PhaseConfig(
+            muon_lr=0.003, adam_lr=5e-4, budget_s=300.0, decay_share=0.8, evaluate_s=100.0
+        ),
         description="The fine-tuning phase on demonstrations.",
     )

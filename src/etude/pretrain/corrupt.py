@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 
@@ -40,6 +41,13 @@ _SWAPS: dict[str, tuple[str, ...]] = {
     "append": ("extend",), "extend": ("append",), "keys": ("values",), "values": ("keys",), "find": ("rfind",),
     "split": ("rsplit",), "index": ("rindex",), "floor": ("ceil",), "ceil": ("floor",), "sin": ("cos",), "cos": ("sin",),
 }  # fmt: skip
+_WORDS = frozenset(
+    ["return", "and", "or", "not", "in", "is", "if", "else", "yield", "lambda", "for", "while", "assert"]
+)
+_OPERANDS = re.compile(r"(?<![\w.'\"] )(?<![\w.'\"])(\w+) (-|/|//|%|\*\*) (\w+)(?![\w.(\['\"])")
+_ARGUMENTS = re.compile(r"(?<=\w\()([\w.]+), ([\w.]+)(?=[,)])")
+_SLICE = re.compile(r"(?<=[\w\])])\[(-?\w*):(-?\w*)\]")
+_NEGATIVE = re.compile(r"(?:(?<=[(\[:,=] )|(?<=[(\[:])|(?<=return ))-(?=\w)")
 _LOOP_IN = re.compile(r"\bfor\b[^\n]*$")
 
 
@@ -47,15 +55,17 @@ def corruptions(source: str) -> list[Change]:
     """Every corruption that the table offers, below the first line (the `def`), in order of place."""
     body = source.find("\n")
     found: list[Change] = []
+    strings: list[tuple[int, int]] = []
     for match in _LEXEME.finditer(source, body if body >= 0 else len(source)):
         text, begin, end = match.group(), match.start(), match.end()
         if match.lastgroup == "string":
+            strings.append((begin, end))
             continue
         if match.lastgroup == "number":
             found += [Change(begin, end, new) for new in _other_numbers(text)]
         elif text == " in " and _LOOP_IN.search(source[source.rfind("\n", 0, begin) + 1 : begin]):
             continue
-        elif text in ("*", "**", "-") and source[begin - 1] in "(,[=" + " " and source[end : end + 1] not in (" ", "="):
+        elif text in ("*", "**", "-") and source[begin - 1] in "(,[={ " and source[end : end + 1] not in (" ", "="):
             continue
         elif text in ("if", "while"):
             if source[end : end + 5] != " not ":
@@ -67,7 +77,33 @@ def corruptions(source: str) -> list[Change]:
                 found.append(Change(end, line_end, ""))
         else:
             found += [Change(begin, end, new) for new in _SWAPS.get(text, ())]
-    return found
+    return found + [change for change in _rearrangements(source, max(body, 0)) if not _inside(change, strings)]
+
+
+def _rearrangements(source: str, body: int) -> Iterator[Change]:
+    """Swapped operands and arguments, slices with another bound, a sign dropped; may lie inside a string."""
+    for match in _OPERANDS.finditer(source, body):
+        left, operator, right = match.groups()
+        if left != right and left not in _WORDS and right not in _WORDS:
+            yield Change(match.start(), match.end(), f"{right} {operator} {left}")
+    for match in _ARGUMENTS.finditer(source, body):
+        if match[1] != match[2]:
+            yield Change(match.start(), match.end(), f"{match[2]}, {match[1]}")
+    for match in _SLICE.finditer(source, body):
+        lower, upper = match.groups()
+        if lower and upper:
+            others = [f"{lower}:"]
+        elif lower:
+            others = [f"{lower}:-1", ":"]
+        else:
+            others = [f"1:{upper}"] if upper else []
+        yield from (Change(match.start(), match.end(), f"[{other}]") for other in others)
+    for match in _NEGATIVE.finditer(source, body):
+        yield Change(match.start(), match.end(), "")
+
+
+def _inside(change: Change, spans: Sequence[tuple[int, int]]) -> bool:
+    return any(change.begin < end and begin < change.end for begin, end in spans)
 
 
 def _other_numbers(text: str) -> list[str]:

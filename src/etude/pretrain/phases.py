@@ -7,12 +7,14 @@ part of the state, so a resumed run falls along the same line. Knows nothing of 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
 import pickle
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from etude.pretrain.batches import Batch, Cursor, PoolSource, Stream
 from etude.pretrain.config import PhaseConfig
 from etude.pretrain.objective import balance_routers, batch_loss, evaluate
 from etude.pretrain.optimizer import OptimizerPair, schedule
-from etude.records.errors import CheckpointError
+from etude.records.errors import BadInput, CheckpointError
 
 STATE_VERSION = 1
 DECAY_FILE = "decay_now"
@@ -116,10 +118,15 @@ class Phase:
             pad_id=self.pad_id,
             cursor=progress.cursor,
         )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with _only_one(self.folder / f"{self.name}.lock"):
+            return self._run(stream, max_steps)
+
+    def _run(self, stream: Stream, max_steps: int | None) -> Progress:
+        config, progress = self.config, self.progress
         last_step = None if max_steps is None else progress.step + max_steps
         saved = evaluated = now = self.clock()
         spoken = -math.inf
-        self.folder.mkdir(parents=True, exist_ok=True)
         log_path = self.folder / f"{self.name}.log.jsonl"
         try:
             with log_path.open("a", encoding="utf-8") as log:
@@ -226,6 +233,17 @@ class Phase:
             f"{self.name} step {line['step']}  {line['tokens'] / 1e6:.2f}M tokens  loss {line['loss']:.3f}  "
             f"edit {line['edit_loss']:.3f}  rate x{line['scale']:.2f}  {pace:.0f} tokens/s  left {eta / 60:.1f} min"
         )
+
+
+@contextmanager
+def _only_one(path: Path) -> Iterator[None]:
+    """Holds a lock file; two processes that trained in one folder would overwrite each other's checkpoint."""
+    with path.open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise BadInput(str(path.parent), "lock", path.name, "a folder in which no other process trains") from error
+        yield
 
 
 def _read_state(path: Path) -> dict[str, Any]:

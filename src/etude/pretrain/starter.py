@@ -1,7 +1,8 @@
-"""Makes the starter policy, stage by stage: tokenizer, pretraining, fine-tuning, export. `python -m etude.pretrain.starter --stage all`.
+"""Makes the starter policy, stage by stage: tokenizer, pretraining, demonstrations, fine-tuning, export.
 
 Each stage leaves its output in the folder and is skipped when that is there; training stages also resume in their middle.
-Only rows of the pretrain and SFT splits are read, and their modules are checked against the split table. Report: docs/starter.md.
+Only rows of the pretrain and SFT splits are read, and their modules are checked against the split table. Demonstrations
+need tasks and pods, which live on higher floors: the caller gives a function that makes them. Report: docs/starter.md.
 """
 
 from __future__ import annotations
@@ -27,10 +28,20 @@ from etude.pretrain.circuit import induction_weights
 from etude.pretrain.config import EpisodeMix, PretrainConfig
 from etude.pretrain.corpus import CorpusPools, CorpusRow, EpisodeMaker, check_modules, file_text, read_rows
 from etude.pretrain.phases import Phase, load_weights
-from etude.pretrain.sft import DemonstrationPools, demonstration_episode, read_demonstrations
+from etude.pretrain.sft import (
+    DemonstrationPools,
+    demonstration_episode,
+    read_demonstrations,
+    write_demonstrations,
+)
 from etude.records.errors import BadInput, EtudeError
+from etude.records.rollout import Rollout
 
 Say = Callable[[str], None]
+Names = frozenset[tuple[str, str]]
+"""(module, function) pairs."""
+Demonstrate = Callable[[Tokenizer, Names], Iterable[Rollout]]
+"""Makes solved rollouts of SFT tasks, given the tokenizer and the functions that are held aside."""
 
 
 def starter_config(vocab_size: int, tokenizer: Tokenizer | None = None) -> ModelConfig:
@@ -78,9 +89,12 @@ def load_split(config: PretrainConfig, name: str, aside: int) -> Data:
     folder = Path(config.corpus)
     rows = read_rows(folder / f"{name}.jsonl.zst")
     table = folder / "splits.json"
-    if table.is_file():
-        splits: dict[str, str] = json.loads(table.read_text(encoding="utf-8"))
-        check_modules(rows, frozenset(module for module, split in splits.items() if split != name))
+    if not table.is_file():
+        raise BadInput(
+            str(table), "split table", "missing", "the file that `etude tasks make` writes beside the corpus"
+        )
+    splits: dict[str, str] = json.loads(table.read_text(encoding="utf-8"))
+    check_modules(rows, frozenset(module for module, split in splits.items() if split != name))
     order = list(range(len(rows)))
     random.Random(f"aside/{name}").shuffle(order)
     return Data([rows[i] for i in sorted(order[aside:])], [rows[i] for i in order[:aside]])
@@ -127,7 +141,7 @@ class Starter:
             self.say(f"tokenizer: {tokenizer.vocab_size} ids from {len(rows)} functions of the pretrain split")
         return Tokenizer.load(folder)
 
-    def pretrain(self, decay_minutes: float | None = None) -> Path:
+    def pretrain(self) -> Path:
         """Pretrains (or resumes, or does nothing when done) and returns the exported folder."""
         config, out = self.config, self.folder / "pretrain" / "model"
         if out.exists():
@@ -182,16 +196,27 @@ class Starter:
         self.say(f"snapshot: wrote {out} (pretraining step {step})")
         return out
 
+    def demonstrations(self, demonstrate: Demonstrate) -> Path:
+        """Writes the demonstrations that `demonstrate` makes, unless they are there."""
+        path = Path(self.config.demonstrations)
+        if path.exists():
+            self.say(f"demonstrations: {path} exists, skipped")
+            return path
+        aside = load_split(self.config, "sft", self.config.sft_aside).aside
+        names = frozenset((row.module, row.function) for row in aside)
+        count = write_demonstrations(path, demonstrate(self.tokenizer(), names))
+        self.say(f"demonstrations: {count} rollouts in {path}")
+        return path
+
     def sft(self) -> Path:
         """Fine-tunes the pretrained model on demonstrations (or resumes, or does nothing when done); returns the folder."""
         config, out = self.config, self.folder / "sft" / "model"
         if out.exists():
             self.say(f"sft: {out} exists, skipped")
             return out
-        tokenizer = self.tokenizer()
+        tokenizer, mix = self.tokenizer(), config.decay_mix
+        made = [demonstration_episode(rollout) for rollout in read_demonstrations(config.demonstrations)]
         decoder = load_pretrained(self.pretrain())
-        mix = config.decay_mix
-        made = (demonstration_episode(rollout) for rollout in read_demonstrations(config.demonstrations))
         found = [episode for episode in made if episode is not None and len(episode.ids) <= mix.longest]
         aside = load_split(config, "sft", config.sft_aside).aside
         corpus = load_split(config, "pretrain", config.aside)
@@ -225,6 +250,15 @@ class Starter:
         return out
 
 
+def make_starter(config: PretrainConfig, demonstrate: Demonstrate, say: Say = print) -> Path:
+    """All stages in order; returns the fine-tuned model's Hugging Face folder. Resumes where an earlier call stopped."""
+    starter = Starter(config, say)
+    starter.tokenizer()
+    starter.pretrain()
+    starter.demonstrations(demonstrate)
+    return starter.sft()
+
+
 def export(decoder: Decoder, tokenizer: Tokenizer, folder: Path) -> None:
     """Writes a Hugging Face folder with its tokenizer, whole or not at all."""
     with tempfile.TemporaryDirectory() as holder:
@@ -238,9 +272,9 @@ def _stop(number: int, frame: object) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line of the stages."""
+    """Command line of the stages that need neither tasks nor pods."""
     parser = argparse.ArgumentParser(prog="python -m etude.pretrain.starter", description=__doc__)
-    parser.add_argument("--stage", choices=("tokenizer", "pretrain", "snapshot", "sft", "all"), default="all")
+    parser.add_argument("--stage", choices=("tokenizer", "pretrain", "snapshot", "sft"), default="sft")
     parser.add_argument("--folder", default=None, help="where stages keep their output")
     parser.add_argument("--corpus", default=None, help="folder of the function corpus")
     parser.add_argument("--minutes", type=float, default=None, help="training minutes of pretraining, decay included")

@@ -159,7 +159,7 @@ def write_archive(tasks: Iterable[Task], path: Path, licences: Mapping[str, str]
         for task in ordered:
             for inside, data in sorted(to_files(task).items()):
                 _add(tar, f"{task.name}/{inside}", data)
-    parameters = zstandard.ZstdCompressionParameters.from_level(19, window_log=27, enable_ldm=True)
+    parameters = zstandard.ZstdCompressionParameters.from_level(12, window_log=27, enable_ldm=True)
     data = zstandard.ZstdCompressor(compression_params=parameters).compress(buffer.getvalue())
     partial = path.with_name(path.name + ".partial")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ Deliberately knows nothing of how functions were found or of a user's own projec
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import json
@@ -33,6 +34,7 @@ Progress = Callable[[str], None]
 MAX_VISIBLE = 10
 IMAGE_MODULES = frozenset(STDLIB_MODULES) | {"posixpath"}
 """What a task's code may import in a pod (`os` brings posixpath)."""
+_CODECS = frozenset(["utf-8", "utf8", "utf_8", "ascii", "us-ascii", "latin-1", "latin1", "iso-8859-1"])
 _TEST_SH = '#!/bin/sh\nexec python3 -I -B "$(dirname "$0")/grade.py"\n'
 _TAKEN = frozenset(sys.stdlib_module_names) | {"check", "driver", "grade", "canonical"}
 
@@ -93,8 +95,18 @@ def repair_task(row: corpus.Row, index: int) -> Task:
 
 
 def runs_in_image(row: corpus.Row) -> bool:
-    """Whether the image has every module that the row's function imports."""
-    return all(line.split()[1] in IMAGE_MODULES for line in row.imports)
+    """Whether the image has every module and every codec that the row's function needs."""
+    if not all(line.split()[1] in IMAGE_MODULES for line in row.imports):
+        return False
+    codecs = [
+        node.args[0].value
+        for node in ast.walk(ast.parse(row.source))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("encode", "decode")
+        if node.args and isinstance(node.args[0], ast.Constant)
+    ]
+    return all(str(codec).lower() in _CODECS for codec in codecs)
 
 
 def file_stem(module: str) -> str:

@@ -91,7 +91,7 @@ class NamespaceBackend:
         self.image, self.launcher, self.tree = image, launcher, tree
         self.lease = PodLease(max_pods)
         self.start_timeout_s, self.queue_timeout_s = start_timeout_s, queue_timeout_s
-        self._label = f"etude-{os.getpid()}-{next(_backend_numbers)}"
+        self._label = f"{cgroups.NAME_PREFIX}-{os.getpid()}-{next(_backend_numbers)}"
         self._numbers = itertools.count(1)
         self._pods: dict[str, tuple[AgentPod, cgroups.CgroupPlan | None]] = {}
 
@@ -117,6 +117,8 @@ class NamespaceBackend:
         if told:
             raise missing_rights(told)
         tree = None if found.user_namespace else cgroups.find_tree()
+        if tree is not None:
+            await asyncio.to_thread(tree.sweep)
         await asyncio.to_thread(_warm, image)
         return cls(
             image, found, tree, max_pods=max_pods, start_timeout_s=start_timeout_s, queue_timeout_s=queue_timeout_s

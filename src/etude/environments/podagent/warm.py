@@ -2,8 +2,8 @@
 
 The child gets what a fresh interpreter would have: `__main__`, argv, path, environment, signals, exit code, tracebacks,
 and no descriptor of the agent's. Anything but the plain form (`python [-B|-I|-E|-s|-P] script.py arguments`, with the pod's
-own PYTHON* variables) is started as a program of its own. What differs: `sys.flags`, `/proc/self/exe`, that the hash seed is the pod's also under -I and
--E, and that `/proc/self/mem` and its kin cannot be read.
+own PYTHON* variables) is started as a program of its own. What differs: `sys.flags`, `/proc/self/exe`, that the hash seed is
+the pod's also under -I and -E, and that `/proc/self/mem` and its kin cannot be read.
 """
 
 import _signal  # type: ignore[import-not-found]
@@ -162,7 +162,7 @@ def _interpreter(
     depth, frame = 0, sys._getframe()
     while (back := frame.f_back) is not None:
         depth, frame = depth + 1, back
-    sys.setrecursionlimit(RECURSION_LIMIT + depth)
+    sys.setrecursionlimit(RECURSION_LIMIT + depth + 1)  # the frames below and the call of exec are not the script's
     return main
 
 
