@@ -40,7 +40,7 @@ from etude.environments.pod import FileStat, PodSpec
 from etude.inference.client import EngineClient, LocalEngineClient
 from etude.inference.config import EngineConfig
 from etude.inference.engine import Engine
-from etude.inference.sampler import SampleRow, Sampler, ScriptedSampler
+from etude.inference.sampler import Sampler, SampleRow, ScriptedSampler
 from etude.model.checkpoint import load_pretrained, save_pretrained
 from etude.model.config import ModelConfig
 from etude.model.decoder import Decoder

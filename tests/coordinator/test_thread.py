@@ -138,7 +138,8 @@ async def test_the_whole_thread_leaves_exactly_the_expected_records(
 
     # What the agent did and earned.
     ids = [
-        [rollout_id(task.id, p, rollout_seed(SEED, task.id, p)) for p in range(3)] for task in (it.tasks[0], it.tasks[1])
+        [rollout_id(task.id, p, rollout_seed(SEED, task.id, p)) for p in range(3)]
+        for task in (it.tasks[0], it.tasks[1])
     ]
     for draw, (group, _) in enumerate(sealed):
         task = it.tasks[draw]
@@ -200,7 +201,9 @@ async def test_the_whole_thread_leaves_exactly_the_expected_records(
             resumed_step=0,
             rules=Rules(staleness=0, batch_groups=1, group_size=3, tries=3),
         ),
-        VersionPublished(policy_version=0, step=0, digest=digests[0], manifest_key="weights/manifest/000000000000.json"),
+        VersionPublished(
+            policy_version=0, step=0, digest=digests[0], manifest_key="weights/manifest/000000000000.json"
+        ),
         VersionApplied(engine="engine", policy_version=0, digest=digests[0]),
     ]
     for draw, (group, _) in enumerate(sealed):

@@ -28,6 +28,7 @@ from etude.coordinator.summary import ReadableRollout, Summary, SummaryLine, wri
 from etude.environments.config import EnvironmentsConfig
 from etude.inference.client import HttpEngineClient
 from etude.inference.config import InferenceConfig
+from etude.model.checkpoint import read_config
 from etude.records.errors import BadInput
 from etude.records.rollout import EvaluationRecord, Rollout
 from etude.records.task import Split, Task
@@ -88,8 +89,20 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     ended: str
 
 
-def check_job(job: Job) -> None:
-    """Raises BadInput where sections of the config contradict each other or what they name is missing."""
+class Material(msgspec.Struct, frozen=True, kw_only=True):
+    """The tasks that a job works on."""
+
+    tasks: TaskSet
+    measured: list[Task]
+    probes: list[Task]
+    prompts: list[str]
+
+
+def prepare(job: Job) -> Material:
+    """Checks a job before anything is written or started, and chooses its tasks.
+
+    Raises BadInput where sections of the config contradict each other or what they name is missing or too small.
+    """
     trainer, rl, coordinator = job.trainer, job.rl, job.coordinator
     if trainer.groups != coordinator.groups_per_batch:
         expected = f"coordinator.groups_per_batch = {coordinator.groups_per_batch}"
@@ -102,17 +115,35 @@ def check_job(job: Job) -> None:
     for name, path in (("model", job.model), ("tasks", job.tasks)):
         if not path.exists():
             raise BadInput(str(path), name, "missing", "an existing path")
+    read_config(job.model)
+    tasks = TaskSet.open(job.tasks)
+    held_out = _split(tasks, "evaluation.split", job.evaluation.split)
+    probes = []
+    if coordinator.probe_every:
+        probes = choose_tasks(held_out, coordinator.probe_tasks, 1, job.evaluation.seed + 1)
+    return Material(
+        tasks=tasks,
+        measured=choose_tasks(held_out, job.evaluation.tasks, job.evaluation.per_module, job.evaluation.seed),
+        probes=probes,
+        prompts=[task.id for task in _split(tasks, "coordinator.split", coordinator.split)],
+    )
+
+
+def _split(tasks: TaskSet, key: str, name: str) -> Sequence[Task]:
+    if name not in set(Split):
+        raise BadInput("config", key, name, f"one of {', '.join(Split)}")
+    found = tasks.split(Split(name))
+    if not found:
+        raise BadInput("config", key, name, "a split that the task set holds")
+    return found
 
 
 async def run_job(job: Job, watch: Watch, stop: asyncio.Event) -> Result:
     """The whole job. `stop` ends it early: the step at hand is finished, what was found is kept."""
-    check_job(job)
+    material = prepare(job)
+    task_set, chosen, prompts = material.tasks, material.measured, material.prompts
     began = time.monotonic()
     job.run_dir.mkdir(parents=True, exist_ok=True)
-    task_set = TaskSet.open(job.tasks)
-    held_out = task_set.split(Split(job.evaluation.split))
-    chosen = choose_tasks(held_out, job.evaluation.tasks, job.evaluation.per_module, job.evaluation.seed)
-    prompts = [task.id for task in task_set.split(Split(job.coordinator.split))]
     watch.stage("starting engine, rollout workers and trainer")
     store = job.weightsync.store or str((job.run_dir / "store").resolve())
     async with start_fleet(
@@ -149,7 +180,7 @@ async def run_job(job: Job, watch: Watch, stop: asyncio.Event) -> Result:
                 engine=engine,
                 store=open_store(store),
                 run_dir=job.run_dir,
-                probes=_probe_tasks(job, held_out),
+                probes=material.probes,
                 on_row=lambda row: watch.row(row, run.progress if run is not None else Progress()),
             )
             outcome = await _run_until(run, stop)
@@ -179,12 +210,6 @@ async def _run_until(run: TrainingRun, stop: asyncio.Event) -> Outcome:
         return await run.run()
     finally:
         listener.cancel()
-
-
-def _probe_tasks(job: Job, held_out: Sequence[Task]) -> list[Task]:
-    if not job.coordinator.probe_every:
-        return []
-    return choose_tasks(held_out, job.coordinator.probe_tasks, 1, job.evaluation.seed + 1)
 
 
 async def _measure(

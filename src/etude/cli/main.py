@@ -247,7 +247,7 @@ def tasks_check(
     report = check(
         tasks,
         corpus_folder=corpus if corpus.exists() else None,
-        image_modules=ensure_image(Config().environments.cache).modules,
+        image_modules=ensure_image(Config().environments.cache).modules(),
         progress=typer.echo,
     )
     for name, counts in (("tasks", report.by_split), ("modules", report.modules), ("operators", report.by_operator)):

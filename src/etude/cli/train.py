@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 import typer
 
 from etude.bench.learning_check import CheckPlan, LearningCheck, page
-from etude.bench.quickstart import Job, Result, Watch, run_job
+from etude.bench.quickstart import Job, Result, Watch, prepare, run_job
 from etude.cli.tree import Config, located
 from etude.coordinator.metrics import ProbeMetrics, Row, StepMetrics
 from etude.coordinator.summary import write_json
@@ -123,7 +123,9 @@ async def _until_signal(work: Callable[[asyncio.Event], Awaitable[T]]) -> T:
 
 def run_training(config: Config, origins: dict[str, str], name: str, *, measure: bool, json_file: Path | None) -> None:
     """Runs a job with progress, writes its report and, when asked, its figures to `json_file`."""
-    run_dir = new_run_dir(located(config.runs), name)
+    runs = located(config.runs)
+    prepare(make_job(config, runs, measure=measure))
+    run_dir = new_run_dir(runs, name)
     write_json(run_dir / "config.json", config.model_dump(mode="json"))
     write_json(run_dir / "config_origins.json", origins)
     typer.echo(f"run folder: {run_dir}")

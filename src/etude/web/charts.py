@@ -55,7 +55,7 @@ def _figure(draw: Callable[[Axes], None], label_x: str = "training step") -> str
         axes.set_xlabel(label_x)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
         if axes.get_legend_handles_labels()[1]:
-            axes.legend(loc="best")
+            axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=2, borderaxespad=0.2, handlelength=1.6)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None})
     finally:

@@ -92,13 +92,10 @@ def _panels(steps: Sequence[StepMetrics], probes: Sequence[ProbeMetrics]) -> str
         ),
         _panel(
             "Length",
-            "turns and sampled tokens of a rollout",
-            charts.lines(
-                steps,
-                [("turns", [r.turns_mean for r in steps]), ("sampled tokens", [r.sampled_tokens_mean for r in steps])],
-                "mean per rollout",
-            ),
+            "sampled tokens of a rollout",
+            charts.lines(steps, [("", [r.sampled_tokens_mean for r in steps])], "tokens"),
         ),
+        _panel("Turns", "actions of a rollout", charts.lines(steps, [("", [r.turns_mean for r in steps])], "turns")),
         _panel("Tool use", "calls per rollout", charts.stacked(steps, tools, "calls")),
         _panel(
             "Throughput",
@@ -114,7 +111,7 @@ def _panels(steps: Sequence[StepMetrics], probes: Sequence[ProbeMetrics]) -> str
         ),
         _panel(
             "Off-policy weight",
-            "min(pi / mu, C): mean and largest before the cap",
+            "min(pi / mu, C) per sampled token: mean and largest",
             charts.lines(
                 steps,
                 [("mean", [r.importance_mean for r in steps]), ("largest", [r.importance_max for r in steps])],
