@@ -28,6 +28,8 @@ FLOORS = {
     "cli": 7,
 }
 SAME_FLOOR = {("coordinator", "tasks"), ("bench", "tasks"), ("bench", "coordinator")}
+POD_PROGRAM = ROOT / "environments" / "podagent"
+"""A program of its own: it runs inside pods, where there is no package `etude`, with its folder's parent as import root."""
 LIGHT = ["records", "chat", "environments", "agent", "tasks"]
 LIGHT_MODULES = [
     *sorted(
@@ -63,9 +65,25 @@ def imported_rooms(path: Path) -> set[str]:
 @pytest.mark.parametrize("room", sorted(FLOORS))
 def test_imports_go_down_only(room: str) -> None:
     for path in (ROOT / room).rglob("*.py"):
+        if POD_PROGRAM in path.parents:
+            continue
         for other in imported_rooms(path) - {room}:
             allowed = FLOORS[other] < FLOORS[room] or (room, other) in SAME_FLOOR
             assert allowed, f"{path.relative_to(ROOT)} imports {other}: not a floor below"
+
+
+def test_the_pod_agent_imports_only_itself_and_the_standard_library() -> None:
+    for path in POD_PROGRAM.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                outside = {alias.name.split(".")[0] for alias in node.names} - sys.stdlib_module_names
+                assert not outside, f"{path.name} imports {outside}"
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                assert (node.module or "").split(".")[0] in sys.stdlib_module_names, f"{path.name}: {node.module}"
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 1, f"{path.name} reaches out of its folder"
+                for name in [node.module] if node.module else [alias.name for alias in node.names]:
+                    assert (POD_PROGRAM / f"{name}.py").exists(), f"{path.name} imports {name}"
 
 
 def test_every_room_stands_on_a_floor() -> None:

@@ -23,7 +23,7 @@ class TrainerConfig(BaseModel):
     adam_epsilon: float = Field(default=1e-8, gt=0, description="added to Adam's denominator")
     max_grad_norm: float = Field(default=1.0, gt=0, description="global L2 norm that gradients are clipped to")
     groups: int = Field(
-        default=4, ge=1, description="groups of a step, over all ranks: first factor of the denominator"
+        default=8, ge=1, description="groups of a step, over all ranks: first factor of the denominator"
     )
     group_size: int = Field(default=8, ge=1, description="rollouts of a group: second factor of the denominator")
     reference_length: float = Field(
