@@ -31,7 +31,7 @@ from etude.coordinator.groups import GroupArchive
 from etude.coordinator.ledger import LedgerObject, _unpack
 from etude.coordinator.messages import Published, StepReport, TrainerHandle
 from etude.coordinator.metrics import Row
-from etude.coordinator.run import RUN_PREFIX, TrainingRun
+from etude.coordinator.run import RUN_PREFIX, Outcome, TrainingRun
 from etude.coordinator.seeds import rollout_seed
 from etude.coordinator.trainer_service import TrainerService
 from etude.coordinator.worker import Worker
@@ -58,6 +58,8 @@ from etude.weightsync.subscriber import Subscriber
 torch.set_num_threads(1)
 
 WEIGHTS = "weights"
+BOUND_S = 120.0
+"""Longest a small run may take, so that a deadlock is a failure."""
 CACHE = Path(__file__).parents[2] / ".cache"
 BROKEN = "def shift(x):\n    return x - {k}\n"
 CHECK = (
@@ -181,8 +183,7 @@ class MemoryPod:
         return repr(eval(f"shift({argument})", scope))
 
     async def call(self, tool: str, arguments: dict[str, str], options: dict[str, object]) -> dict[str, object]:
-        self.backend.calls += 1
-        await self.backend.on_call()
+        await self.backend.on_call(self)
         if tool == "edit_file":
             text = self.original["m.py"].decode()
             self.files["m.py"] = text.replace(arguments["old"], arguments["new"]).encode()
@@ -221,8 +222,7 @@ class MemoryPods:
     """A backend without processes. The hooks are awaited before each start and each tool call."""
 
     on_create: Callable[[PodSpec], Awaitable[None]] = _nothing
-    on_call: Callable[[], Awaitable[None]] = _nothing
-    calls: int = 0
+    on_call: Callable[[MemoryPod], Awaitable[None]] = _nothing
     alive: set[MemoryPod] = field(default_factory=set)
     name: str = "memory"
 
@@ -264,6 +264,11 @@ class SmallRun:
     store: ObjectStore
     folder: Path
     rows: list[Row]
+
+    async def outcome(self) -> Outcome:
+        """Runs it to its end."""
+        async with asyncio.timeout(BOUND_S):
+            return await self.run.run()
 
     def objects(self) -> list[LedgerObject]:
         """The ledger as it lies in the store, in order."""

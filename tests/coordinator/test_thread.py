@@ -128,7 +128,7 @@ async def test_the_whole_thread_leaves_exactly_the_expected_records(
     async with small_run(
         tmp_path, tasks=2, plan=plan, pods=real_pods, group_size=3, seed=SEED, staleness=0, deterministic=True
     ) as it:
-        outcome = await it.run.run()
+        outcome = await it.outcome()
         live = live_digest(it.engine.weights.decoder)
         it.service.save(str(tmp_path / "policy"))
         sealed, records = it.groups(), it.records()
@@ -233,14 +233,14 @@ async def test_a_swap_in_the_middle_of_a_rollout_shows_in_its_tokens_and_the_gro
     pods = memory_pods()
     async with small_run(tmp_path, tasks=2, plan=halves, pods=pods, staleness=1) as it:
 
-        async def second_group_waits() -> None:
-            if pods.calls > 2:
+        async def second_group_waits(pod) -> None:
+            if b" - 3" in pod.original["m.py"]:
                 async with asyncio.timeout(20):
                     while it.engine.weights.policy_version == 0:  # noqa: ASYNC110
                         await asyncio.sleep(0.005)
 
         pods.on_call = second_group_waits
-        outcome = await it.run.run()
+        outcome = await it.outcome()
         (first, _), (second, _) = it.groups()
     assert outcome.steps == outcome.groups_trained == 2
     assert {v for r in first.rollouts for g in r.generations for v in g.policy_versions} == {0}
@@ -278,7 +278,7 @@ async def test_two_deterministic_runs_end_bit_equal(tmp_path, small_run, real_po
             deterministic=True,
             agent={"max_turns": 3, "max_field_tokens": 6, "tools": ("edit_file", "run")},
         ) as it:
-            outcome = await it.run.run()
+            outcome = await it.outcome()
             groups = [(group.task_id, [timeless(r) for r in group.rollouts]) for group, _ in it.groups()]
             trained = [record.draws for record in it.records() if isinstance(record, StepCommitted)]
             order = [type(record).__name__ for record in it.records()]

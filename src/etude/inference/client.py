@@ -38,6 +38,9 @@ from etude.records.errors import BadInput, EngineError, IntegrityError
 
 Routes = npt.NDArray[np.unsignedinteger[Any]]
 
+_KEPT_S = 30.0
+"""How long an idle connection is kept; the server keeps it longer, so that none is lost as it is taken up again."""
+
 
 class EngineClient(Protocol):
     """What a room that samples sees of an engine."""
@@ -126,7 +129,7 @@ class HttpEngineClient:
         self._http = httpx.AsyncClient(
             base_url=self._url,
             timeout=httpx.Timeout(timeout_s, connect=10.0),
-            limits=httpx.Limits(max_connections=512, max_keepalive_connections=128),
+            limits=httpx.Limits(max_connections=512, max_keepalive_connections=128, keepalive_expiry=_KEPT_S),
             trust_env=False,
         )
 
@@ -136,6 +139,7 @@ class HttpEngineClient:
         yielded, lost = 0, 0
         while True:
             seen = 0
+            end: GenerateEnd | None = None
             try:
                 async with self._http.stream("POST", "/v1/generate", content=body) as response:
                     reader = FrameReader()
@@ -150,10 +154,16 @@ class HttpEngineClient:
                             elif isinstance(message, EngineFault):
                                 raise fault_error(message)
                             else:
-                                yield message
-                                return
+                                end = message
+                    # Read out rather than left at the end message: only then is the connection kept for the next request.
+                if end is not None:
+                    yield end
+                    return
                 raise httpx.RemoteProtocolError("the stream ended before GenerateEnd")
             except (httpx.TransportError, BadInput) as error:
+                if end is not None:  # whole already: what was lost is the connection only
+                    yield end
+                    return
                 lost += 1
                 if lost > self._reconnects:
                     raise EngineError(f"{self._url}: generate {request.request_id}: {error!r}") from error

@@ -161,6 +161,7 @@ def run_server(engine: Engine, listening: socket.socket, ready: Callable[[], Non
         access_log=False,
         lifespan="off",
         timeout_graceful_shutdown=5,
+        timeout_keep_alive=75,
         backlog=512,
     )
     _Server(config, ready).run(sockets=[listening])
