@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
 import shlex
 import subprocess
+import tarfile
 import tomllib
 from collections.abc import Iterator
 from functools import cache
@@ -14,11 +16,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import typer
+import zstandard
 
 from etude.cli.main import app
 from etude.cli.tree import Config
 from etude.inference.config import InferenceConfig
-from etude.records.config import load
+from etude.records.config import known_keys, load
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "data").glob("*.md")])
@@ -140,6 +143,33 @@ def test_a_python_module_of_a_page_exists_with_its_options(written: Written) -> 
         assert set(options_in(words[2:])) <= argparse_flags(words[1])
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "etude trian",
+        "etude tasks maek",
+        "etude eval --modle DIR",
+        "etude eval --attempts many",
+        "etude runs report one two",
+        "etude quickstart trainer.learning_rat=1e-4",
+        "etude serve inference --prot 1",
+        "make nothing",
+        "make quickstart ARGS=--sede",
+        "python -m benchmarks.nothing",
+        "python -m etude.pretrain.starter --stgae sft",
+    ],
+)
+def test_a_wrong_line_would_be_noticed(line: str) -> None:
+    checks = {
+        "etude": test_an_etude_command_of_a_page_exists_with_its_options,
+        "make": test_a_make_target_of_a_page_exists,
+        "python": test_a_python_module_of_a_page_exists_with_its_options,
+    }
+    words = tuple(shlex.split(line))
+    with pytest.raises(Exception):  # noqa: B017  the parser's own errors are as good as ours
+        checks[words[0]](Written("a page", words, True))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_what_a_page_links_to_or_names_is_there(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
@@ -149,6 +179,24 @@ def test_what_a_page_links_to_or_names_is_there(page: Path) -> None:
             assert (page.parent / target.split("#")[0]).exists(), f"{page.name} links to {target}"
     for named in set(SHIPPED.findall(prose)) - MADE_LATER:
         assert (ROOT / named).exists(), f"{page.name} names {named}"
+
+
+def test_the_readme_has_the_quickstarts_own_numbers() -> None:
+    config, _ = load(Config, [ROOT / "configs" / "quickstart.toml"], [])
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    measured, run = config.evaluation, config.coordinator
+    assert f"{measured.tasks} held-out tasks x {measured.attempts} attempts" in readme
+    assert f"*Training*, {run.minutes:g} minutes" in readme
+    assert f"every {run.probe_every} steps" in readme and f"best of {config.rl.group_size}" in readme
+
+
+def test_every_config_key_of_a_page_is_a_key() -> None:
+    known = set(known_keys(Config))
+    parts = {key.rsplit(".", depth)[0] for key in known for depth in range(key.count(".") + 1)}
+    sections = "|".join(name for name in Config.model_fields if name not in ("model", "tasks", "runs"))
+    for page in PAGES:
+        for key in re.findall(rf"`((?:{sections})\.[a-z_.0-9]+)", page.read_text(encoding="utf-8")):
+            assert key in parts, f"{page.name}: {key}"
 
 
 def test_every_page_of_docs_can_be_reached_from_the_readme() -> None:
@@ -188,3 +236,16 @@ def test_no_file_names_a_machine_path_or_a_registry() -> None:
         marks = [match[0] for pattern in (MACHINE_PATH, REGISTRY) for match in pattern.finditer(text)]
         found += [f"{path.relative_to(ROOT)}: {mark}" for mark in (*sorted(hosts), *marks)]
     assert not found
+
+
+def test_the_task_archive_holds_the_licence_texts_that_its_notice_promises() -> None:
+    data = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompress(
+        (ROOT / "data" / "tasks.tar.zst").read_bytes(), max_output_size=1 << 30
+    )
+    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+        held = [name.removeprefix("licences/").lower() for name in archive.getnames() if name.startswith("licences/")]
+    notice = (ROOT / "data" / "NOTICE-tasks.md").read_text(encoding="utf-8")
+    packages = re.findall(r"^\| ([\w.-]+) ([\w.]+) \|", notice, re.M)
+    assert packages
+    missing = [f"{name} {version}" for name, version in packages if f"{name}-{version}.txt".lower() not in held]
+    assert not missing, f"no licence text of {len(missing)} packages, first {missing[0]}"

@@ -29,7 +29,7 @@ from etude.coordinator.config import CoordinatorConfig
 from etude.coordinator.entries import GroupSealed, Record
 from etude.coordinator.groups import GroupArchive
 from etude.coordinator.ledger import LedgerObject, _unpack
-from etude.coordinator.messages import Published, StepReport, TrainerHandle
+from etude.coordinator.messages import Published, StepReport, TrainerHandle, WorkerHandle
 from etude.coordinator.metrics import Row
 from etude.coordinator.run import RUN_PREFIX, Outcome, TrainingRun
 from etude.coordinator.seeds import rollout_seed
@@ -307,6 +307,7 @@ def small_run(model_folder: Path, tokenizer: Tokenizer) -> Callable[..., Abstrac
         agent: Mapping[str, object] | None = None,
         around_trainer: Callable[[LocalTrainer], TrainerHandle] = lambda handle: handle,
         around_engine: Callable[[EngineClient], EngineClient] = lambda client: client,
+        around_worker: Callable[[Worker], WorkerHandle] = lambda worker: worker,
         around_store: Callable[[ObjectStore], ObjectStore] = lambda store: store,
         on_row: Callable[[SmallRun, Row], None] = lambda it, row: None,
         **coordinator: object,
@@ -331,7 +332,7 @@ def small_run(model_folder: Path, tokenizer: Tokenizer) -> Callable[..., Abstrac
         )
         engine = Engine(
             load_pretrained(model_folder),
-            EngineConfig(slots=8, max_session_tokens=512),
+            EngineConfig(slots=8, max_session_tokens=512, share_prompts=not config.deterministic),
             grammars=lambda spec: Grammar(spec, tokenizer),
             source=Subscriber(store, WEIGHTS),
             sampler=sampler,
@@ -359,7 +360,7 @@ def small_run(model_folder: Path, tokenizer: Tokenizer) -> Callable[..., Abstrac
                 config=config,
                 rl=rl,
                 prompts=[task.id for task in made],
-                workers=[worker],
+                workers=[around_worker(worker)],
                 trainer=around_trainer(LocalTrainer(service)),
                 engine=client,
                 store=around_store(store),

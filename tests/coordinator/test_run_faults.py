@@ -69,17 +69,26 @@ async def test_failing_pods_are_repaired_or_void_a_whole_group_whose_prompt_come
 
 @pytest.mark.pods
 async def test_failing_starts_of_real_pods_are_repaired_too(tmp_path, small_run, halves, real_pods):
-    await check_faulty_run(
-        small_run, tmp_path, halves, FailingPods(real_pods, number=3, failures=4), tasks=2, steps=2
-    )
+    await check_faulty_run(small_run, tmp_path, halves, FailingPods(real_pods, number=3, failures=4), tasks=2, steps=2)
 
 
 async def test_a_machine_on_which_no_pod_starts_ends_the_run_with_the_reason(tmp_path, small_run, halves, memory_pods):
     pods = FailingPods(memory_pods(), nth=1)
     async with small_run(tmp_path, plan=halves, pods=pods, void_limit=3, rollout_attempts=1) as it:
-        with pytest.raises(InfrastructureError, match="3 groups in a row are void; .*the pod's process is gone"):
+        with pytest.raises(InfrastructureError, match=r"3 groups in a row are void; .*the pod's process is gone"):
             await it.outcome()
     assert replay(it.store, RUN_PREFIX).state.check().trained == 0
+
+
+async def test_a_lost_worker_is_named_when_nothing_works_any_more(tmp_path, small_run, halves):
+    class Lost:
+        async def run(self, job):
+            raise InfrastructureError("an actor is lost: worker 0")
+
+    async with small_run(tmp_path, plan=halves, around_worker=lambda worker: Lost(), void_limit=2) as it:
+        with pytest.raises(InfrastructureError, match="2 groups in a row are void; the last: an actor is lost"):
+            await it.outcome()
+    assert set(replay(it.store, RUN_PREFIX).state.void_reasons) == {"an actor is lost: worker 0"}
 
 
 class Gate:
@@ -95,9 +104,7 @@ class Gate:
             await asyncio.Event().wait()
 
 
-async def test_stop_ends_after_the_step_at_hand_and_leaves_nothing_in_flight(
-    tmp_path, small_run, halves, memory_pods
-):
+async def test_stop_ends_after_the_step_at_hand_and_leaves_nothing_in_flight(tmp_path, small_run, halves, memory_pods):
     gate = Gate(free=6)
     pods = memory_pods(on_call=gate)
     async with small_run(

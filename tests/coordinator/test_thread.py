@@ -32,6 +32,7 @@ from etude.coordinator.seeds import rollout_seed
 from etude.coordinator.slots import SlotState
 from etude.inference.weights import live_digest
 from etude.model.checkpoint import hf_state, load_hf_state_, load_pretrained
+from etude.records.errors import PodLost
 from etude.records.rollout import CauseClass, Generation, Group, Rollout, StopReason, encode
 from etude.weightsync.chain import decode_manifest
 from etude.weightsync.digests import root_digest
@@ -249,14 +250,18 @@ async def test_a_swap_in_the_middle_of_a_rollout_shows_in_its_tokens_and_the_gro
     assert [row.staleness_max for row in it.rows] == [0, 1]
 
 
-class JitteredPods:
-    """A backend whose pods start sooner or later, as on a busy machine."""
+class UnsteadyPods:
+    """A backend whose pods start sooner or later, as on a busy machine, and every fourth not at all."""
 
-    def __init__(self, inner, seed: int) -> None:
-        self._inner, self._random, self.name = inner, random.Random(seed), inner.name
+    def __init__(self, inner) -> None:
+        self._inner, self._random, self.name = inner, random.Random(0), inner.name
+        self._created = 0
 
     async def create(self, spec):
         await asyncio.sleep(self._random.uniform(0, 0.05))
+        self._created += 1
+        if self._created % 4 == 0:
+            raise PodLost("the pod's process is gone")
         return await self._inner.create(spec)
 
 
@@ -267,24 +272,30 @@ def timeless(rollout: Rollout) -> Rollout:
 
 
 @pytest.mark.pods
-async def test_two_deterministic_runs_end_bit_equal(tmp_path, small_run, real_pods):
+async def test_two_deterministic_runs_end_bit_equal_though_pods_fail_in_one(tmp_path, small_run, real_pods):
     runs = []
-    for number in range(2):
+    repairs = []
+    for number, pods in enumerate((real_pods, UnsteadyPods(real_pods))):
         async with small_run(
             tmp_path / str(number),
-            pods=JitteredPods(real_pods, number),
+            pods=pods,
             groups_per_batch=2,
             staleness=0,
             deterministic=True,
-            agent={"max_turns": 3, "max_field_tokens": 6, "tools": ("edit_file", "run")},
+            agent={"max_turns": 3, "max_field_tokens": 6, "tools": ("edit_file", "run"), "pod_attempts": 1},
         ) as it:
             outcome = await it.outcome()
-            groups = [(group.task_id, [timeless(r) for r in group.rollouts]) for group, _ in it.groups()]
-            trained = [record.draws for record in it.records() if isinstance(record, StepCommitted)]
-            order = [type(record).__name__ for record in it.records()]
-            runs.append((outcome.digest, groups, trained, order))
+            records = it.records()
+        groups = [(group.task_id, [timeless(r) for r in group.rollouts]) for group, _ in it.groups()]
+        trained = [record.draws for record in records if isinstance(record, StepCommitted)]
+        moves = [record for record in records if isinstance(record, SlotMoved)]
+        order = [(record.draw, record.place) for record in moves]
+        assert order == sorted(order)
+        repairs.append(sum(move.state is SlotState.WAITING for move in moves))
+        runs.append((outcome.digest, groups, trained))
     assert runs[0] == runs[1]
-    digest, groups, trained, _ = runs[0]
+    assert repairs[0] == 0 < repairs[1]
+    _, groups, trained = runs[0]
     assert trained == [(0, 1), (2, 3)] and len({task for task, _ in groups}) == 4
     rollouts = [rollout for _, group in groups for rollout in group]
     assert len({g.sampled_ids for r in rollouts for g in r.generations}) > 8

@@ -120,6 +120,7 @@ class TrainingRun:
         self._curriculum = UniformEpoch(prompts, order_seed(config.seed))
         self._monitor = GivesUpMonitor(rl.habits.window, rl.habits.alarm_ratio)
         self._busy = [0] * len(self._workers)
+        self._failures: dict[int, str] = {}
         self._archive = GroupArchive(store, RUN_PREFIX)
         self._sealed: dict[int, Group] = {}
         # Groups take turns where the order of their rollouts must not hang on who answers first.
@@ -226,15 +227,14 @@ class TrainingRun:
             results = await self._run_places(draw, task_id)
         slots = self._ledger.state.slots[draw]
         if slots.status is GroupStatus.VOID:
-            detail = next(
-                (result.rollout.error for result in results if result is not None and result.rollout.error), ""
-            )
-            self._ledger.record(GroupVoided(draw=draw, reason=detail or "infrastructure"))
+            detail = self._failures.pop(draw)
+            self._ledger.record(GroupVoided(draw=draw, reason=detail))
             self._curriculum.give_back(task_id)
             self._voided_in_a_row += 1
             if self._voided_in_a_row >= self._config.void_limit:
                 raise InfrastructureError(f"{self._voided_in_a_row} groups in a row are void; the last: {detail}")
         else:
+            self._failures.pop(draw, None)
             self._voided_in_a_row = 0
             await self._seal(draw, task_id, [result for result in results if result is not None])
         self._fill()
@@ -278,6 +278,7 @@ class TrainingRun:
                 self._tally.tokens += sum(len(g.sampled_ids) for g in result.rollout.generations)
                 return result
             tries = self._ledger.state.slots[draw].started[place]
+            self._failures[draw] = detail[:200] or "infrastructure"
             ahead = SlotState.VOID if tries >= self._config.rollout_attempts else SlotState.WAITING
             self._ledger.record(SlotMoved(draw=draw, place=place, state=ahead, detail=detail[:200]))
             if ahead is SlotState.VOID:

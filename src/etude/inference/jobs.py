@@ -22,6 +22,7 @@ from etude.inference.protocol import (
     EngineFault,
     EngineRefused,
     FaultKind,
+    Finish,
     GenerateEnd,
     GenerateRequest,
     StreamMessage,
@@ -82,9 +83,47 @@ class Job:
     logprobs: list[float] = field(default_factory=list)
     policy_versions: list[int] = field(default_factory=list)
     masks: list[npt.NDArray[np.uint8]] = field(default_factory=list)
+    next_mask: npt.NDArray[np.bool_] | None = None
+    """Ids that the grammar allows next, once asked for."""
+    finish: Finish | None = None
+    """Why sampling is over. The job ends when all ids but the last have pages."""
     flushed: int = 0
     sinks: list[Sink] = field(default_factory=list)
     end: GenerateEnd | None = None
+
+    @property
+    def due(self) -> int:
+        """Ids to feed: those without a page, but for the last one when nothing is sampled after it."""
+        assert self.session is not None
+        return self.session.pending - (self.finish is not None)
+
+    def mask(self) -> npt.NDArray[np.bool_] | None:
+        """bool [vocab]: ids that the grammar allows next; None without a grammar."""
+        if self.next_mask is None and self.grammar is not None:
+            self.next_mask = self.grammar.allowed()
+        return self.next_mask
+
+    def forced(self) -> int | None:
+        """The next id where the grammar leaves no choice: it needs no forward and has log-probability 0."""
+        mask = self.mask()
+        return None if mask is None or np.count_nonzero(mask) != 1 else int(mask.argmax())
+
+    def take(self, token_id: int, logprob: float, policy_version: int) -> None:
+        """Appends a sampled id, to the session too, and sets `finish` when it is the last one. Raises BadInput if masked."""
+        assert self.session is not None
+        self.token_ids.append(token_id)
+        self.logprobs.append(logprob)
+        self.policy_versions.append(policy_version)
+        self.session.ids.append(token_id)
+        ended = token_id in self.stop
+        if self.grammar is not None:
+            self.next_mask = None
+            self.grammar.advance(token_id)
+            ended = ended or self.grammar.finished
+        if ended:
+            self.finish = Finish.STOP
+        elif len(self.token_ids) == self.request.max_tokens:
+            self.finish = Finish.LENGTH
 
     def run(self, start: int, stop: int) -> list[StreamMessage]:
         """Sampled tokens [start, stop) as at most one message."""

@@ -1,8 +1,9 @@
 """Continuous batching: which sessions go into the next forward call, and what becomes of its logits.
 
-Synchronous and confined to one thread. Each step feeds waiting prompts in one ragged prefill, then decodes every session
-that has one id to feed, then samples for all. Everything that outside callers ask (`admit`, `detach`, `close_session`,
-`swap`) happens between two steps, so a step sees one version of the weights. Knows nothing of threads or sockets.
+Synchronous and confined to one thread. Each step feeds long prompts in one ragged prefill, then all that has a few ids to
+feed (tool results, sampled ids) in another, sampling after each; ids that a grammar forces are taken without a forward.
+Everything that outside callers ask (`admit`, `detach`, `close_session`, `swap`) happens between two steps, so a step sees
+one version of the weights. Knows nothing of threads or sockets.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from etude.inference.jobs import Job, JobState, Ledger, Sink, fault_job
 from etude.inference.protocol import EngineFault, FaultKind, Finish, GenerateEnd, SwapMode, prefix_digest
 from etude.inference.sampler import Bools, Doubles, Sampler, SampleRow
 from etude.inference.weights import LiveWeights
-from etude.model.cache import KVCache
+from etude.model.cache import SHORT_RUN, KVCache
 from etude.model.decoder import Decoder
 from etude.records.errors import IntegrityError
 
@@ -246,41 +247,51 @@ class Scheduler:
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def step(self, now: float) -> bool:
-        """One round: a ragged prefill, then a decode of every session that has one id to feed. False when nothing runs."""
+        """One round: a ragged prefill, then one call for every session that has a few ids to feed. False when nothing runs."""
         while self.waiting and (session := self._open(self.waiting[0].request.session_id, now)) is not None:
             self._start(self.waiting.popleft(), session, now)
         if not self.running:
             return False
         prompts = self._prefill()
         if prompts:
-            self._advance(prompts, now)
-            self._share(session for session in self._sessions() if session.cached == 0)
-        decoding = [session for session in self._sessions() if session.pending == 1]
-        if decoding:
-            self._advance(decoding, now)
+            self._advance(prompts)
+            self._share(job.session for job in self._jobs() if job.session is not None and job.session.cached == 0)
+        few = [job for job in self._jobs() if self._is_short(job)]
+        if few:
+            self._advance(few)
+        for job in self._jobs():
+            if job.finish is not None and job.due <= 0:
+                self._finish(job, job.finish, now)
         self.steps += 1
         return True
 
-    def _sessions(self) -> list[Session]:
-        return [job.session for job in self.running.values() if job.session is not None]
+    def _jobs(self) -> list[Job]:
+        return list(self.running.values())
 
-    def _prefill(self) -> list[Session]:
-        """Sessions with several ids to feed, oldest request first, up to `prefill_tokens` together (at least one).
+    def _is_short(self, job: Job) -> bool:
+        """Whether the job's ids go with the decoding ones: few, and not a new session's, which might be copied."""
+        assert job.session is not None
+        return job.due == 1 or (job.session.cached > 0 and 0 < job.due <= min(SHORT_RUN, self.config.prefill_tokens))
+
+    def _prefill(self) -> list[Job]:
+        """Jobs with many ids to feed, oldest first, up to `prefill_tokens` together (at least one).
 
         Of sessions that begin with the same ids one goes ahead; the others copy its pages after this call.
         """
-        batch: list[Session] = []
+        batch: list[Job] = []
         ahead: dict[tuple[int, ...], Session] = {}
         budget = self.config.prefill_tokens
-        for session in self._sessions():
+        for job in self._jobs():
+            session = job.session
+            assert session is not None
             if session.cached == 0 and self.config.share_prompts:
                 leader = ahead.setdefault(tuple(session.ids), session)
                 if leader.cached == 0 and leader is not session:
                     continue
                 self._share((session,))
-            if session.pending > 1 and (not batch or session.pending <= budget):
-                batch.append(session)
-                budget -= session.pending
+            if job.due > 1 and not self._is_short(job) and (not batch or job.due <= budget):
+                batch.append(job)
+                budget -= job.due
         return batch
 
     def _share(self, sessions: Iterable[Session]) -> None:
@@ -296,9 +307,10 @@ class Scheduler:
             session.cached = count
             self.tokens_shared += count
 
-    def _advance(self, sessions: Sequence[Session], now: float) -> None:
-        """Feeds each session its pending ids (as many as one call takes) and samples for those that are then complete."""
-        counts = [min(session.pending, self.config.prefill_tokens) for session in sessions]
+    def _advance(self, jobs: Sequence[Job]) -> None:
+        """Feeds each job the ids that are due (as many as one call takes) and samples for those that then miss one."""
+        sessions = [job.session for job in jobs if job.session is not None]
+        counts = [min(job.due, self.config.prefill_tokens) for job in jobs]
         width = max(counts)
         rows = [
             session.ids[session.cached : session.cached + count] + [0] * (width - count)
@@ -309,67 +321,57 @@ class Scheduler:
         decoder = self.weights.decoder
         out = decoder.extend(torch.tensor(rows), lengths_B, self.cache, slots_B)
         routes = out.routes.numpy()
-        if width == 1:
-            self.table.routes[slots_B.numpy(), [session.cached for session in sessions]] = routes[:, 0]
-        else:
-            self.tokens_prefilled += sum(counts)
-            for i, (session, count) in enumerate(zip(sessions, counts)):
-                self.table.routes[session.slot, session.cached : session.cached + count] = routes[i, :count]
-        for session, count in zip(sessions, counts):
+        self.tokens_prefilled += sum(count for count in counts if count > 1)
+        for i, (session, count) in enumerate(zip(sessions, counts)):
+            self.table.routes[session.slot, session.cached : session.cached + count] = routes[i, :count]
             session.cached += count
             if session.cached == count:
                 self.table.remember_prompt(session, self.weights.generation)
         ready = [i for i, session in enumerate(sessions) if session.pending == 0]
         if ready:
-            hidden_BD = out.hidden[torch.arange(len(sessions)), lengths_B - 1]
-            if len(ready) < len(sessions):
-                hidden_BD = hidden_BD[ready]
-            logits_BV = decoder.logits(hidden_BD).to(torch.float64).numpy()
-            self._sample([sessions[i] for i in ready], logits_BV, now)
+            last_B = [counts[i] - 1 for i in ready]
+            logits_BV = decoder.logits(out.hidden[ready, last_B]).to(torch.float64).numpy()
+            self._sample([jobs[i] for i in ready], logits_BV)
 
-    def _sample(self, sessions: Sequence[Session], logits_BV: Doubles, now: float) -> None:
-        jobs = [session.job for session in sessions if session.job is not None]
-        indices = [len(job.token_ids) for job in jobs]
+    def _sample(self, jobs: Sequence[Job], logits_BV: Doubles) -> None:
+        """Draws one id for each job, and takes those that its grammar forces after it."""
         allowed_BV: Bools | None = None
         if any(job.grammar is not None for job in jobs):
             allowed_BV = np.ones(logits_BV.shape, dtype=np.bool_)
-            for i, job in enumerate(jobs):
-                if job.grammar is not None:
-                    mask = job.grammar.allowed()
+            for allowed_V, job in zip(allowed_BV, jobs):
+                if (mask := job.mask()) is not None:
                     # The model's vocabulary may be padded past the tokenizer's.
-                    allowed_BV[i, : len(mask)], allowed_BV[i, len(mask) :] = mask, False
-            packed_BW = np.packbits(allowed_BV, axis=1)
-            for job, packed_W in zip(jobs, packed_BW):
+                    allowed_V[: len(mask)], allowed_V[len(mask) :] = mask, False
+            for job, packed_W in zip(jobs, np.packbits(allowed_BV, axis=1)):
                 if job.grammar is not None:
                     job.masks.append(packed_W)
-        sample_rows = [
-            SampleRow(job.request.request_id, session.id, job.turn, index, session.ids)
-            for job, session, index in zip(jobs, sessions, indices)
-        ]
         ids_B, logprobs_B = self.sampler.sample(
             logits_BV,
             np.array([job.request.temperature for job in jobs]),
-            np.array([job.uniforms[index] for job, index in zip(jobs, indices)]),
+            np.array([job.uniforms[len(job.token_ids)] for job in jobs]),
             allowed_BV,
-            sample_rows,
+            [
+                SampleRow(job.request.request_id, job.session.id, job.turn, len(job.token_ids), job.session.ids)
+                for job in jobs
+                if job.session is not None
+            ],
         )
         version = self.weights.policy_version
-        self.tokens_sampled += len(jobs)
-        for job, session, token_id, logprob in zip(jobs, sessions, ids_B.tolist(), logprobs_B.tolist()):
-            job.token_ids.append(token_id)
-            job.logprobs.append(logprob)
-            job.policy_versions.append(version)
-            session.ids.append(token_id)
-            ended = token_id in job.stop
-            if job.grammar is not None:
-                job.grammar.advance(token_id)
-                ended = ended or job.grammar.finished
-            if ended or len(job.token_ids) == job.request.max_tokens:
-                self._finish(job, session, Finish.STOP if ended else Finish.LENGTH, now)
-            elif len(job.token_ids) - job.flushed >= self.config.flush_tokens:
+        for job, token_id, logprob in zip(jobs, ids_B.tolist(), logprobs_B.tolist()):
+            held = len(job.token_ids)
+            job.take(token_id, logprob, version)
+            while job.finish is None and (forced := job.forced()) is not None:
+                only_V = np.zeros(self.vocab_size, dtype=np.bool_)
+                only_V[forced] = True
+                job.masks.append(np.packbits(only_V))
+                job.take(forced, 0.0, version)
+            self.tokens_sampled += len(job.token_ids) - held
+            if job.finish is None and len(job.token_ids) - job.flushed >= self.config.flush_tokens:
                 job.flush()
 
-    def _finish(self, job: Job, session: Session, finish: Finish, now: float) -> None:
+    def _finish(self, job: Job, finish: Finish, now: float) -> None:
+        session = job.session
+        assert session is not None
         known = len(session.ids) - 1
         routes = self.table.routes[session.slot, :known]
         raw = routes.tobytes()

@@ -4,7 +4,8 @@ A slot holds what MLA caches: the normalised latent and the rotated shared key o
 (DESIGN 9, mode `keep`); the current weights expand them. Which session owns a slot, and when it is given up, is the
 engine's business. Not safe for concurrent use. Source: DeepSeek-V2 section 2.1 (weight absorption when decoding).
 
-Shapes: S slots, X capacity in tokens, M computed tokens, H heads, C latent width, W = C + rotary width, V value width.
+Shapes: S slots, X capacity in tokens, M computed tokens (m of short runs), H heads, Q queries of a run (tokens * H), C latent width,
+W = C + rotary width, V value width.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from torch import Tensor
 from etude.model.config import ModelConfig
 from etude.model.layout import LatentHeads, expand_latents, padded_attention
 from etude.records.errors import BadInput
+
+SHORT_RUN = 32
+"""New tokens of a row up to which its queries go to the latents; beyond, expanding the row's latents costs less."""
 
 
 class KVCache:
@@ -112,50 +116,58 @@ class CacheLayout:
             self.keep_M = torch.tensor(kept, dtype=torch.int64, device=device)
         self.positions_M = torch.tensor(position_M, dtype=torch.int64, device=device)
         self._place_M = torch.tensor(place_M, dtype=torch.int64, device=device)
-        singles = [at for at, _, start, end in self._runs if end - start == 1]
-        self._singles = [(slot, end) for _, slot, start, end in self._runs if end - start == 1]
-        self._single_M = None
-        if len(singles) < len(kept):
-            self._single_M = torch.tensor(singles, dtype=torch.int64, device=device)
+        self._short = [run for run in self._runs if run[3] - run[2] <= SHORT_RUN]
+        self._long = [run for run in self._runs if run[3] - run[2] > SHORT_RUN]
+        self._short_sizes = [end - start for _, _, start, end in self._short]
+        self._short_M = None
+        if self._long:
+            rows = [at + i for (at, _, _, _), size in zip(self._short, self._short_sizes) for i in range(size)]
+            self._short_M = torch.tensor(rows, dtype=torch.int64, device=device)
+        self._biases: list[Tensor | None] | None = None
 
     def attend(self, layer: int, heads: LatentHeads) -> Tensor:
         """Write the new latents and keys, then let every new token see its slot up to itself; [M, H, V]."""
         new_MW = torch.cat((heads.latent_MC, heads.k_rope_Mr), -1)
         self.cache._flat_L[layer].index_copy_(0, self._place_M, new_MW)
-        if self._single_M is None:
-            return self._attend_single(layer, heads, heads.q_nope_MHn, heads.q_rope_MHr)
+        if self._short_M is None:
+            return self._attend_short(layer, heads, heads.q_nope_MHn, heads.q_rope_MHr)
         nope = heads.q_nope_MHn.shape[-1]
         count, head_count = heads.q_nope_MHn.shape[:2]
         out_MHV = new_MW.new_zeros(count, head_count, heads.expansion_HOC.shape[1] - nope)
-        if self._singles:
-            single = self._single_M
-            q_nope, q_rope = heads.q_nope_MHn.index_select(0, single), heads.q_rope_MHr.index_select(0, single)
-            out_MHV.index_copy_(0, single, self._attend_single(layer, heads, q_nope, q_rope))
-        for at, slot, start, end in self._runs:
-            if end - start > 1:
-                rows = slice(at, at + end - start)
-                q_MHK = torch.cat((heads.q_nope_MHn[rows], heads.q_rope_MHr[rows]), -1)
-                out_MHV[rows] = self._attend_run(layer, q_MHK, heads.expansion_HOC, nope, slot, start, end)
+        if self._short:
+            short = self._short_M
+            q_nope, q_rope = heads.q_nope_MHn.index_select(0, short), heads.q_rope_MHr.index_select(0, short)
+            out_MHV.index_copy_(0, short, self._attend_short(layer, heads, q_nope, q_rope))
+        for at, slot, start, end in self._long:
+            rows = slice(at, at + end - start)
+            q_MHK = torch.cat((heads.q_nope_MHn[rows], heads.q_rope_MHr[rows]), -1)
+            out_MHV[rows] = self._attend_run(layer, q_MHK, heads.expansion_HOC, nope, slot, start, end)
         return out_MHV
 
-    def _attend_single(self, layer: int, heads: LatentHeads, q_nope_mHn: Tensor, q_rope_mHr: Tensor) -> Tensor:
-        """Rows with one new token: queries go down to the latents instead of every cached latent up to the heads."""
+    def _attend_short(self, layer: int, heads: LatentHeads, q_nope_mHn: Tensor, q_rope_mHr: Tensor) -> Tensor:
+        """Rows with few new tokens: queries go down to the latents instead of every cached latent up to the heads."""
         nope, latent_width = q_nope_mHn.shape[-1], heads.latent_MC.shape[-1]
+        count, head_count = q_nope_mHn.shape[:2]
         down_HnC, up_HVC = heads.expansion_HOC[:, :nope], heads.expansion_HOC[:, nope:]
         absorbed_mHC = torch.bmm(q_nope_mHn.transpose(0, 1), down_HnC).transpose(0, 1)
         query_mHW = torch.cat((absorbed_mHC, q_rope_mHr), -1).mul_((nope + q_rope_mHr.shape[-1]) ** -0.5)
         keys_S, latents_S = self.cache._keys_LS[layer], self.cache._latents_LS[layer]
-        mixed_mHC = query_mHW.new_empty(*query_mHW.shape[:2], latent_width)
+        mixed_mHC = query_mHW.new_empty(count, head_count, latent_width)
+        if self._biases is None:
+            self._biases = [_causal_bias(query_mHW, start, end) for _, _, start, end in self._short]
+        sizes = [size * head_count for size in self._short_sizes]
+        queries, outputs = query_mHW.flatten(0, 1).split(sizes), mixed_mHC.flatten(0, 1).split(sizes)
         # One row at a time reads its slot in place: gathering slots into a batch would copy more than it saves.
-        for (slot, end), query_HW, mixed_HC in zip(self._singles, query_mHW.unbind(0), mixed_mHC.unbind(0)):
-            weights_HX = torch.mm(query_HW, keys_S[slot].narrow(1, 0, end)).softmax(-1)
-            torch.mm(weights_HX, latents_S[slot].narrow(0, 0, end), out=mixed_HC)
+        for (_, slot, _, end), bias_QX, query_QW, mixed_QC in zip(self._short, self._biases, queries, outputs):
+            keys_WX = keys_S[slot].narrow(1, 0, end)
+            score_QX = torch.mm(query_QW, keys_WX) if bias_QX is None else torch.addmm(bias_QX, query_QW, keys_WX)
+            torch.mm(score_QX.softmax(-1), latents_S[slot].narrow(0, 0, end), out=mixed_QC)
         return torch.bmm(mixed_mHC.transpose(0, 1), up_HVC.transpose(1, 2)).transpose(0, 1)
 
     def _attend_run(
         self, layer: int, q_nHK: Tensor, expansion_HOC: Tensor, nope: int, slot: int, start: int, end: int
     ) -> Tensor:
-        """A row with several new tokens: its cached latents are expanded to keys and values."""
+        """A row with many new tokens: its cached latents are expanded to keys and values."""
         page_XW = self.cache.pages_LSXW[layer, slot, :end]
         latent_XC, k_rope_Xr = page_XW.split((expansion_HOC.shape[-1], q_nHK.shape[-1] - nope), -1)
         k, v = expand_latents(latent_XC, k_rope_Xr, expansion_HOC, nope)
@@ -169,3 +181,11 @@ class CacheLayout:
         """Count the new tokens as held: called once all layers have written."""
         for _, slot, _, end in self._runs:
             self.cache.lengths[slot] = end
+
+
+def _causal_bias(query_mHW: Tensor, start: int, end: int) -> Tensor | None:
+    """-inf where a new token would see one after it, [(end - start) * H, end]; None for a single token."""
+    if end - start == 1:
+        return None
+    later_nX = torch.full((end - start, end), float("-inf"), dtype=query_mHW.dtype, device=query_mHW.device)
+    return later_nX.triu_(start + 1).repeat_interleave(query_mHW.shape[1], 0)
