@@ -22,6 +22,7 @@ from etude.records.task import Split, Task
 from etude.tasks.harbor import from_files, read_folder, to_files
 
 INDEX = "index.json"
+LICENCES = "licences"
 INDEX_VERSION = 1
 _BLOCK = 512
 _MAX_BYTES = 4 << 30
@@ -159,6 +160,8 @@ def write_archive(tasks: Iterable[Task], path: Path, licences: Mapping[str, str]
         for task in ordered:
             for inside, data in sorted(to_files(task).items()):
                 _add(tar, f"{task.name}/{inside}", data)
+        for package, text in sorted((licences or {}).items()):
+            _add(tar, f"{LICENCES}/{package}.txt", text.encode())
     parameters = zstandard.ZstdCompressionParameters.from_level(12, window_log=27, enable_ldm=True)
     data = zstandard.ZstdCompressor(compression_params=parameters).compress(buffer.getvalue())
     partial = path.with_name(path.name + ".partial")
