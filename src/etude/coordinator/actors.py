@@ -242,6 +242,7 @@ def _start_ray(address: str) -> None:
         return
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 starves the trainer beside engine and pods
     if address:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     else:
