@@ -158,12 +158,13 @@ Plan = Callable[[Task, int], Sequence[Sequence[int]]]
 
 
 class Script:
-    """Forces every rollout of a run through its plan."""
+    """Forces every rollout of a run, and of its probes, through its plan."""
 
     def __init__(self, plan: Plan, tasks: Sequence[Task], places: int, seed: int) -> None:
         self._plans = {
-            rollout_id(task.id, place, rollout_seed(seed, task.id, place)): plan(task, place)
+            rollout_id(task.id, place, rollout_seed(seed, name, place)): plan(task, place)
             for task in tasks
+            for name in (task.id, f"probe:{task.id}")
             for place in range(places)
         }
 
@@ -304,6 +305,7 @@ def small_run(model_folder: Path, tokenizer: Tokenizer) -> Callable[..., Abstrac
         plan: Plan | None = None,
         pods: object = None,
         group_size: int = 2,
+        probes: int = 0,
         agent: Mapping[str, object] | None = None,
         around_trainer: Callable[[LocalTrainer], TrainerHandle] = lambda handle: handle,
         around_engine: Callable[[EngineClient], EngineClient] = lambda client: client,
@@ -365,6 +367,7 @@ def small_run(model_folder: Path, tokenizer: Tokenizer) -> Callable[..., Abstrac
                 engine=client,
                 store=around_store(store),
                 run_dir=folder,
+                probes=made[:probes],
                 on_row=heard,
             )
             it = SmallRun(run, made, engine, service, store, folder, rows)

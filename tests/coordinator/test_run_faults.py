@@ -10,6 +10,7 @@ import pytest
 
 from etude.coordinator.entries import GroupVoided, PromptDrawn, SlotMoved, VersionApplied, VersionPublished
 from etude.coordinator.ledger import replay
+from etude.coordinator.metrics import ProbeMetrics
 from etude.coordinator.run import RUN_PREFIX
 from etude.coordinator.slots import SlotState
 from etude.records.errors import BadInput, InfrastructureError, PodLost
@@ -89,6 +90,32 @@ async def test_a_lost_worker_is_named_when_nothing_works_any_more(tmp_path, smal
         with pytest.raises(InfrastructureError, match="2 groups in a row are void; the last: an actor is lost"):
             await it.outcome()
     assert set(replay(it.store, RUN_PREFIX).state.void_reasons) == {"an actor is lost: worker 0"}
+
+
+async def test_a_probe_counts_what_ran_and_never_ends_the_run(tmp_path, small_run, halves, memory_pods):
+    class LosesSecondAttempts:
+        def __init__(self, inner) -> None:
+            self._inner = inner
+
+        async def run(self, job):
+            if not job.keep_blobs and job.attempt == 1:
+                raise InfrastructureError("an actor is lost")
+            return await self._inner.run(job)
+
+    async def second_group_waits_for_the_probe(pod) -> None:
+        async with asyncio.timeout(20):
+            while pod.original["m.py"].endswith(b" - 3\n") and not probes():  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+
+    def probes() -> list[ProbeMetrics]:
+        return [row for row in it.rows if isinstance(row, ProbeMetrics)]
+
+    pods = memory_pods(on_call=second_group_waits_for_the_probe)
+    settings = {"probes": 1, "probe_every": 1, "probe_attempts": 2, "around_worker": LosesSecondAttempts}
+    async with small_run(tmp_path, tasks=2, plan=halves, pods=pods, staleness=0, **settings) as it:
+        outcome = await it.outcome()
+    assert outcome.steps == 2
+    assert [(row.step, row.tasks, row.mean, row.best_of_k) for row in probes()] == [(1, 1, 1.0, 1.0)]
 
 
 class Gate:

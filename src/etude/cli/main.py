@@ -285,12 +285,17 @@ def model_show(model: Annotated[str, typer.Argument(help="Hugging Face folder.")
     typer.echo(f"{'parameters':<28} {total:,}")
 
 
-@model_app.command("starter", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def model_starter(context: typer.Context) -> None:
+@model_app.command("starter")
+def model_starter(
+    minutes: Annotated[float, typer.Option("--minutes", help="Minutes of pretraining, its decay included.")] = 0.0,
+    threads: Annotated[int, typer.Option("--threads", help="Threads of the training stages.")] = 1,
+    install: Annotated[bool, typer.Option("--install", help="Copy the result to data/starter.")] = False,
+) -> None:
     """Make the starter policy from source code: corpus, tokenizer, pretraining, demonstrations, fine-tuning, gate. Resumable."""
-    from etude.pretrain.starter import main as make
+    tree, _ = _load([], [], base="quickstart.toml")
+    from etude.cli.train import make_the_starter
 
-    raise typer.Exit(make(context.args))
+    make_the_starter(tree, minutes, threads, install)
 
 
 def _reported(command: Callable[P, R]) -> Callable[P, R]:

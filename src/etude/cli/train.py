@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import shutil
 import signal
 import sys
 from collections.abc import Awaitable, Callable
@@ -14,9 +15,11 @@ import typer
 
 from etude.bench.learning_check import CheckPlan, LearningCheck, page
 from etude.bench.quickstart import Job, Result, Watch, prepare, run_job
-from etude.cli.tree import Config, located
+from etude.bench.starter import gate, make_policy
+from etude.cli.tree import HOME, Config, located
 from etude.coordinator.metrics import ProbeMetrics, Row, StepMetrics
 from etude.coordinator.summary import write_json
+from etude.pretrain.config import PretrainConfig
 from etude.records.errors import BadInput
 from etude.web.report import write_report
 
@@ -157,6 +160,23 @@ def run_learning_check(config: Config, folder: Path, docs: Path) -> None:
     (docs / "learning_check.md").write_text(page(figures, plan), encoding="utf-8")
     typer.echo(page(figures, plan))
     if not all(figures.bars.values()):
+        sys.exit(1)
+
+
+def make_the_starter(config: Config, minutes: float, threads: int, install: bool) -> None:
+    """All stages of the starter policy, then its gate; exit code 1 when the gate is missed."""
+    recipe = PretrainConfig(threads=threads)
+    if minutes > 0:
+        phase = recipe.pretrain.model_copy(update={"budget_s": 60.0 * minutes})
+        recipe = recipe.model_copy(update={"pretrain": phase})
+    model = make_policy(recipe, config.environments, typer.echo)
+    job = make_job(config.model_copy(update={"model": str(model)}), Path(recipe.folder), measure=False)
+    passed = asyncio.run(gate(job, typer.echo))
+    if install:
+        target = HOME / "data" / "starter"
+        shutil.copytree(model, target, dirs_exist_ok=True)
+        typer.echo(f"installed in {target}")
+    if not passed:
         sys.exit(1)
 
 

@@ -27,6 +27,11 @@ class EngineConfig(BaseModel):
     finished_requests: int = Field(
         default=1024, ge=0, description="Ended requests remembered for a repeated request id."
     )
+    gather_s: float = Field(
+        default=0.02,
+        ge=0,
+        description="Shortest time between two steps while sessions are between turns: their next requests join the batch.",
+    )
     flush_tokens: int = Field(default=32, ge=1, description="Sampled tokens gathered before they are sent on.")
     apply_timeout_s: float = Field(default=300.0, gt=0, description="Longest fetch and verification of new weights.")
     drain_timeout_s: float = Field(default=120.0, gt=0, description="Longest wait for running requests in `drain`.")

@@ -355,6 +355,17 @@ class Engine:
             active = self._scheduler.step(now)
             self._settle_drains()
             self._mailbox.deliver()
+            if active:
+                self._gather(now + self.config.gather_s)
+
+    def _gather(self, until: float) -> None:
+        """Waits for requests of sessions that are between turns: a step costs little more for more rows."""
+        state = self._scheduler
+        while not self._stop and len(state.table) > len(state.running) > 0:
+            left_s = until - time.monotonic()
+            if left_s <= 0:
+                return
+            self._grant_wishes(block_s=left_s)
 
     def _grant_wishes(self, block_s: float) -> None:
         try:

@@ -91,10 +91,10 @@ class PretrainConfig(BaseModel):
     demonstrations: str = Field(
         ".cache/starter/demonstrations.zst", description="File of rollout records of the scripted solver on SFT tasks."
     )
-    sft_reminder: float = Field(0.3, ge=0, lt=1, description="Share of corpus episodes in fine-tuning.")
+    sft_reminder: float = Field(0.6, ge=0, lt=1, description="Share of corpus episodes in fine-tuning.")
     sft: PhaseConfig = Field(
         default_factory=lambda: PhaseConfig(
-            muon_lr=0.003, adam_lr=5e-4, budget_s=300.0, decay_share=0.8, evaluate_s=100.0
+            muon_lr=0.001, adam_lr=2e-4, budget_s=120.0, decay_share=0.8, evaluate_s=100.0
         ),
         description="The fine-tuning phase on demonstrations.",
     )
