@@ -23,10 +23,9 @@ from etude.chat.tokenizer import Tokenizer
 from etude.coordinator.actors import Fleet, start_fleet
 from etude.coordinator.config import CoordinatorConfig
 from etude.coordinator.metrics import Row, solved
-from etude.coordinator.run import Outcome, Progress, TrainingRun
+from etude.coordinator.run import Outcome, Progress
 from etude.coordinator.summary import ReadableRollout, Summary, SummaryLine, write_json
 from etude.environments.config import EnvironmentsConfig
-from etude.inference.client import HttpEngineClient
 from etude.inference.config import InferenceConfig
 from etude.model.checkpoint import read_config
 from etude.records.errors import BadInput
@@ -36,7 +35,6 @@ from etude.rl.config import RLConfig
 from etude.tasks.archive import TaskSet
 from etude.trainer.config import TrainerConfig
 from etude.weightsync.config import WeightSyncConfig
-from etude.weightsync.store import open_store
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,51 +163,34 @@ async def run_job(job: Job, watch: Watch, stop: asyncio.Event) -> Result:
             before = await _measure(job, fleet, chosen, fleet.engine.digest, 0, watch, stop)
             if before is not None:
                 write_json(job.run_dir / "evaluation_before.json", before)
-        engine = HttpEngineClient(fleet.engine.url)
         assert fleet.trainer is not None
-        run: TrainingRun | None = None
         outcome: Outcome | None = None
+        rollouts: list[Rollout] = []
         if not stop.is_set():
             watch.stage(f"training: {len(prompts)} prompts, batches of {job.coordinator.groups_per_batch} groups")
-            run = TrainingRun(
+            coordinator = fleet.coordinator(
                 config=job.coordinator,
                 rl=job.rl,
                 prompts=prompts,
-                workers=fleet.workers,
-                trainer=fleet.trainer,
-                engine=engine,
-                store=open_store(store),
+                probes=[task.id for task in material.probes],
+                tasks=str(job.tasks),
+                store=store,
                 run_dir=job.run_dir,
-                probes=material.probes,
-                on_row=lambda row: watch.row(row, run.progress if run is not None else Progress()),
             )
-            outcome = await _run_until(run, stop)
-            await fleet.trainer.save(str(job.run_dir / "policy"))
+            outcome = await coordinator.run(stop, watch.row)
+            rollouts = await coordinator.latest()
+            await fleet.trainer.save(str((job.run_dir / "policy").resolve()))
         after = None
         if job.measure and outcome is not None and not stop.is_set():
             watch.stage("after: the same tasks, attempts and seeds")
             after = await _measure(job, fleet, chosen, outcome.digest, outcome.policy_version, watch, stop)
             if after is not None:
                 write_json(job.run_dir / "evaluation_after.json", after)
-        await engine.aclose()
-    rollouts = list(run.latest) if run is not None else []
     write_json(job.run_dir / "readable.json", pick_readable(rollouts, task_set, Tokenizer.load(job.model)))
     result = _result(job, before, after, outcome, chosen, time.monotonic() - began)
     write_json(job.run_dir / "quickstart.json", result)
     write_json(job.run_dir / "summary.json", _summary(job, result, before, after, chosen))
     return result
-
-
-async def _run_until(run: TrainingRun, stop: asyncio.Event) -> Outcome:
-    async def listen() -> None:
-        await stop.wait()
-        run.stop()
-
-    listener = asyncio.create_task(listen())
-    try:
-        return await run.run()
-    finally:
-        listener.cancel()
 
 
 async def _measure(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +19,26 @@ from etude.agent.config import AgentConfig
 from etude.coordinator.config import CoordinatorConfig
 from etude.coordinator.engine_process import ALLOCATOR, EngineProcess
 from etude.coordinator.messages import Published, RolloutJob, RolloutResult, StepReport
+from etude.coordinator.metrics import Row
+from etude.coordinator.run import Outcome, Progress, TrainingRun
 from etude.environments.config import EnvironmentsConfig
 from etude.environments.pod import PodBackend
 from etude.inference.client import HttpEngineClient
 from etude.inference.config import InferenceConfig
 from etude.records.errors import EtudeError, InfrastructureError
+from etude.records.rollout import Rollout, decode_rollout, encode
 from etude.rl.config import RLConfig
 from etude.trainer.config import TrainerConfig
 from etude.weightsync.config import WeightSyncConfig
+from etude.weightsync.store import open_store
 
 WEIGHTS_PREFIX = "weights"
+_NEWS_S = 0.5
 
 
 async def open_pods(config: EnvironmentsConfig) -> PodBackend:
     """This machine's pods. Raises MissingCapability, whose text says what to enable."""
-    from etude.environments.backends.namespace import NamespaceBackend
-
-    return await NamespaceBackend.open(
-        config.cache,
-        max_pods=config.max_pods,
-        start_timeout_s=config.start_timeout_s,
-        queue_timeout_s=config.queue_timeout_s,
-        launcher=config.launcher,
-    )
+    return await config.open()
 
 
 class WorkerActor:
@@ -153,12 +150,145 @@ class RayTrainer:
         await answered(self.actor.close.remote())
 
 
+class News(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run has to say since it was last asked."""
+
+    rows: tuple[Row, ...]
+    progress: Progress
+
+
+class CoordinatorActor:
+    """Body of the coordinator process: one `TrainingRun` over the other actors' handles."""
+
+    def __init__(
+        self,
+        *,
+        config: CoordinatorConfig,
+        rl: RLConfig,
+        prompts: Sequence[str],
+        probes: Sequence[str],
+        tasks: str,
+        workers: Sequence[Any],
+        trainer: Any,
+        engine_url: str,
+        store: str,
+        run_dir: str,
+    ) -> None:
+        self._config, self._rl, self._prompts, self._probes, self._tasks = config, rl, prompts, probes, tasks
+        self._workers, self._trainer, self._engine_url = workers, trainer, engine_url
+        self._store, self._run_dir = store, run_dir
+        self._rows: list[Row] = []
+        self._run: TrainingRun | None = None
+        self._asked = ""
+
+    async def run(self) -> bytes:
+        """Runs to the end; an encoded `Outcome`. See `TrainingRun.run`."""
+        from etude.tasks.archive import TaskSet
+
+        engine = HttpEngineClient(self._engine_url)
+        tasks = TaskSet.open(self._tasks)
+        self._run = TrainingRun(
+            config=self._config,
+            rl=self._rl,
+            prompts=self._prompts,
+            workers=[RayWorker(actor) for actor in self._workers],
+            trainer=RayTrainer(self._trainer),
+            engine=engine,
+            store=open_store(self._store),
+            run_dir=Path(self._run_dir),
+            probes=[tasks.get(task_id) for task_id in self._probes],
+            on_row=self._rows.append,
+        )
+        if self._asked:
+            self._run.stop(self._asked)
+        try:
+            return msgspec.msgpack.encode(await self._run.run())
+        finally:
+            await engine.aclose()
+
+    async def stop(self, reason: str) -> None:
+        """Ends the run after the step at hand."""
+        self._asked = reason
+        if self._run is not None:
+            self._run.stop(reason)
+
+    async def news(self, seen: int) -> bytes:
+        """Rows after the first `seen`, and where the run is; an encoded `News`."""
+        progress = self._run.progress if self._run is not None else Progress()
+        return msgspec.msgpack.encode(News(rows=tuple(self._rows[seen:]), progress=progress))
+
+    async def latest(self) -> list[bytes]:
+        """The newest trained rollouts, encoded."""
+        return [encode(rollout) for rollout in self._run.latest] if self._run is not None else []
+
+
+class RayCoordinator:
+    """The coordinator actor from the command's side."""
+
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+
+    async def run(self, stop: asyncio.Event, on_row: Callable[[Row, Progress], None]) -> Outcome:
+        """Runs to the end, telling of each row; `stop` ends it after the step at hand."""
+        running = asyncio.ensure_future(answered(self.actor.run.remote()))
+        seen, asked = 0, False
+        try:
+            while True:
+                done, _ = await asyncio.wait([running], timeout=_NEWS_S)
+                news = msgspec.msgpack.decode(await answered(self.actor.news.remote(seen)), type=News)
+                for row in news.rows:
+                    on_row(row, news.progress)
+                seen += len(news.rows)
+                if done:
+                    return msgspec.msgpack.decode(running.result(), type=Outcome)
+                if stop.is_set() and not asked:
+                    asked = True
+                    await answered(self.actor.stop.remote("stopped"))
+        finally:
+            running.cancel()
+
+    async def latest(self) -> list[Rollout]:
+        """The newest trained rollouts."""
+        return [decode_rollout(data) for data in await answered(self.actor.latest.remote())]
+
+
 class Fleet:
     """The processes of one run on this machine or cluster: engine, workers and, for training, the trainer."""
 
     def __init__(self, engine: EngineProcess, workers: list[RayWorker]) -> None:
         self.engine, self.workers = engine, workers
         self.trainer: RayTrainer | None = None
+
+    def coordinator(
+        self,
+        *,
+        config: CoordinatorConfig,
+        rl: RLConfig,
+        prompts: Sequence[str],
+        probes: Sequence[str],
+        tasks: str,
+        store: str,
+        run_dir: Path,
+    ) -> RayCoordinator:
+        """Starts the coordinator actor of a training run over this fleet."""
+        import ray
+
+        assert self.trainer is not None, "the fleet was started without a trainer"
+        make = ray.remote(CoordinatorActor).options(num_cpus=0, max_concurrency=16)
+        return RayCoordinator(
+            make.remote(
+                config=config,
+                rl=rl,
+                prompts=list(prompts),
+                probes=list(probes),
+                tasks=tasks,
+                workers=[worker.actor for worker in self.workers],
+                trainer=self.trainer.actor,
+                engine_url=self.engine.url,
+                store=store,
+                run_dir=str(run_dir.resolve()),
+            )
+        )
 
 
 @contextlib.asynccontextmanager
@@ -175,7 +305,7 @@ async def start_fleet(
     inference: InferenceConfig,
     trainer: TrainerConfig | None,
     weightsync: WeightSyncConfig,
-    incarnation: int = 0,
+    incarnation: int = 1,
 ) -> AsyncIterator[Fleet]:
     """Starts Ray (or joins `coordinator.address`), the engine, the workers and the trainer; ends them all on the way out.
 

@@ -55,4 +55,6 @@ class EnvironmentsConfig(BaseModel):
             start_timeout_s=self.start_timeout_s,
             queue_timeout_s=self.queue_timeout_s,
             launcher=self.launcher,
+            cpus=self.cpus,
+            disk_bytes=self.disk_bytes,
         )

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from etude.environments import cgroups
@@ -87,7 +88,10 @@ class NamespaceBackend:
         max_pods: int = 16,
         start_timeout_s: float = 10.0,
         queue_timeout_s: float = 600.0,
+        cpus: float | None = None,
+        disk_bytes: int | None = None,
     ) -> None:
+        self._cpus, self._disk_bytes = cpus, disk_bytes
         self.image, self.launcher, self.tree = image, launcher, tree
         self.lease = PodLease(max_pods)
         self.start_timeout_s, self.queue_timeout_s = start_timeout_s, queue_timeout_s
@@ -104,10 +108,13 @@ class NamespaceBackend:
         start_timeout_s: float = 10.0,
         queue_timeout_s: float = 600.0,
         launcher: str = "auto",
+        cpus: float | None = None,
+        disk_bytes: int | None = None,
         probe: Callable[[Launcher, Image], str] = probe_launch,
     ) -> NamespaceBackend:
         """Builds or finds the image and the launcher below `cache` and tries them.
 
+        `cpus` and `disk_bytes`, when given, bound every pod whatever its specification says.
         `launcher` is `auto`, `c` or `python`; `probe` starts an empty pod and gives the launcher's error, empty when it works.
         Raises MissingCapability, whose text says what to enable.
         """
@@ -121,7 +128,14 @@ class NamespaceBackend:
             await asyncio.to_thread(tree.sweep)
         await asyncio.to_thread(_warm, image)
         return cls(
-            image, found, tree, max_pods=max_pods, start_timeout_s=start_timeout_s, queue_timeout_s=queue_timeout_s
+            image,
+            found,
+            tree,
+            max_pods=max_pods,
+            start_timeout_s=start_timeout_s,
+            queue_timeout_s=queue_timeout_s,
+            cpus=cpus,
+            disk_bytes=disk_bytes,
         )
 
     @property
@@ -146,6 +160,11 @@ class NamespaceBackend:
             raise BadInput("pod", "image", spec.image, f"{IMAGE_NAME} or its digest {self.image.digest[:12]}...")
         if not spec.workdir.startswith("/") or ".." in spec.workdir.split("/") or spec.workdir.rstrip("/") == "":
             raise BadInput("pod", "workdir", spec.workdir, "an absolute path below /")
+        spec = replace(
+            spec,
+            cpus=min(spec.cpus, self._cpus or spec.cpus),
+            disk_bytes=min(spec.disk_bytes, self._disk_bytes or spec.disk_bytes),
+        )
         await self.lease.acquire(self.queue_timeout_s)
         try:
             return await self._start(spec)
