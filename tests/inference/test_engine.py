@@ -100,6 +100,36 @@ def _spec():
     return GrammarSpec(tools=())
 
 
+class _Forced:
+    """Every second id is forced, the last one too."""
+
+    def __init__(self) -> None:
+        self._taken: list[int] = []
+        self.finished = False
+
+    def allowed(self):
+        mask = np.zeros(48, dtype=np.bool_)
+        mask[slice(3, 4) if len(self._taken) % 2 else slice(10, 40)] = True
+        return mask
+
+    def advance(self, token_id: int) -> None:
+        self._taken.append(token_id)
+        self.finished = len(self._taken) == 8
+
+
+async def test_forced_ids_take_no_step_and_still_get_masks_and_routes(serving, ask):
+    async with serving(grammars=lambda spec: _Forced()) as engine:
+        done = await complete(LocalEngineClient(engine), ask("a", PROMPT, max_tokens=20, grammar=_spec()))
+        steps = (await engine.health()).steps
+    assert len(done.token_ids) == 8 and done.end.finish == "stop"
+    assert done.token_ids[1::2] == (3,) * 4 and done.logprobs[1::2] == (0.0,) * 4
+    masks = unpack_masks(done.end, 48)
+    assert masks is not None and masks.sum(1).tolist() == [30, 1] * 4
+    rows = SessionRoutes().add(done.end)
+    assert len(rows) == len(PROMPT) + 8 - 1
+    assert steps == 4  # the first one draws after the prompt and again; the last one only feeds
+
+
 async def test_a_grammar_without_a_tokenizer_is_a_bad_request(serving, ask):
     async with serving() as engine:
         with pytest.raises(EngineRefused) as refused:

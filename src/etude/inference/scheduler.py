@@ -322,8 +322,9 @@ class Scheduler:
         out = decoder.extend(torch.tensor(rows), lengths_B, self.cache, slots_B)
         routes = out.routes.numpy()
         for i, (job, session, count) in enumerate(zip(jobs, sessions, counts)):
-            prompt = job.base + len(job.request.new_token_ids)
-            self.tokens_prefilled += max(0, min(session.cached + count, prompt) - session.cached)
+            if count > 1:
+                prompt = job.base + len(job.request.new_token_ids)
+                self.tokens_prefilled += max(0, min(session.cached + count, prompt) - session.cached)
             self.table.routes[session.slot, session.cached : session.cached + count] = routes[i, :count]
             session.cached += count
             if session.cached == count:
