@@ -361,7 +361,7 @@ def small_run(model_folder: Path, tokenizer: Tokenizer) -> Callable[..., Abstrac
             run = TrainingRun(
                 config=config,
                 rl=rl,
-                prompts=[task.id for task in made],
+                prompts={task.id: task.operator for task in made},
                 workers=[around_worker(worker)],
                 trainer=around_trainer(LocalTrainer(service)),
                 engine=client,

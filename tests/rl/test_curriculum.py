@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.records.errors import BadInput, IntegrityError
-from etude.rl.curriculum import UniformEpoch, epoch_order
+from etude.rl.curriculum import SignalEpoch, UniformEpoch, epoch_order
 
 ids = st.lists(st.text(max_size=5), unique=True, max_size=30)
 
@@ -62,3 +62,42 @@ def test_ids_that_repeat_or_are_unknown_are_refused() -> None:
         UniformEpoch(["a", "a"], 0)
     with pytest.raises(BadInput, match="of this task set"):
         UniformEpoch(["a"], 0, drawn=["z"])
+
+
+@given(
+    categories=st.dictionaries(st.text(max_size=4), st.sampled_from(["a", "b", "c"]), min_size=1, max_size=30),
+    seed=st.integers(0, 2**31),
+    data=st.data(),
+)
+def test_signal_epoch_draws_every_prompt_once_whatever_is_observed(
+    categories: dict[str, str], seed: int, data: st.DataObject
+) -> None:
+    epoch = SignalEpoch(categories, seed)
+    drawn = []
+    while (prompt := epoch.draw()) is not None:
+        drawn.append(prompt)
+        if data.draw(st.booleans()):
+            epoch.observe(prompt, data.draw(st.booleans()))
+    assert sorted(drawn) == sorted(categories) and epoch.remaining == 0
+
+
+def test_signal_epoch_prefers_categories_whose_groups_are_mixed_and_starves_none() -> None:
+    categories = {f"{name}{i}": name for name in ("mixed", "solved") for i in range(600)}
+    epoch = SignalEpoch(categories, seed=3)
+    drawn = []
+    for _ in range(500):
+        prompt = epoch.draw()
+        assert prompt is not None
+        drawn.append(categories[prompt])
+        epoch.observe(prompt, drawn[-1] == "mixed")
+    late = drawn[200:]
+    assert late.count("mixed") > 0.9 * len(late) and "solved" in late
+
+
+def test_signal_epoch_repeats_with_equal_outcomes_and_goes_on_without_what_was_drawn() -> None:
+    categories = {str(i): str(i % 3) for i in range(60)}
+    first, second = SignalEpoch(categories, 1), SignalEpoch(categories, 1)
+    drawn = [first.draw() for _ in range(20)]
+    assert drawn == [second.draw() for _ in range(20)]
+    rest = SignalEpoch(categories, 1, drawn=[prompt for prompt in drawn if prompt is not None])
+    assert rest.remaining == 40

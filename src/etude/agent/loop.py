@@ -28,7 +28,16 @@ from etude.chat.tokenizer import Tokenizer
 from etude.environments.pod import PodBackend
 from etude.inference.client import EngineClient
 from etude.records.errors import BadInput, InfrastructureError
-from etude.records.rollout import HARNESS_VERSION, CauseClass, Generation, Rollout, StopReason, Timings, ToolCall, Verdict
+from etude.records.rollout import (
+    HARNESS_VERSION,
+    CauseClass,
+    Generation,
+    Rollout,
+    StopReason,
+    Timings,
+    ToolCall,
+    Verdict,
+)
 from etude.records.task import Task
 from etude.rl.config import RLConfig
 

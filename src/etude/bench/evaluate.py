@@ -17,6 +17,7 @@ import numpy as np
 from etude.bench.metrics import Bools
 from etude.coordinator.messages import RolloutJob, WorkerHandle
 from etude.coordinator.metrics import solved
+from etude.coordinator.run import first_cause
 from etude.coordinator.seeds import rollout_seed
 from etude.records.errors import BadInput, InfrastructureError
 from etude.records.rollout import HARNESS_VERSION, CauseClass, EvaluationRecord, Rollout
@@ -82,19 +83,28 @@ async def evaluate(
             keep_blobs=False,
             force_retry=force_retry,
         )
+        fault = ""
         for _ in range(_ATTEMPTS_AT_ONE):
-            rollout = (await worker.run(job)).rollout
+            try:
+                rollout = (await worker.run(job)).rollout
+            except InfrastructureError as error:
+                fault = str(error)
+                continue
+            fault = rollout.error
             if rollout.cause is CauseClass.POLICY:
                 wins[place] = rollout
                 keep(rollout)
                 progress(len(wins), total, sum(map(solved, wins.values())) / len(wins))
                 return
-        raise InfrastructureError(f"evaluation of {task.name}: {rollout.error}")
+        raise InfrastructureError(f"evaluation of {task.name}, {_ATTEMPTS_AT_ONE} tries: {fault}")
 
     order = [(index, attempt) for index in range(len(tasks)) for attempt in range(attempts)]
-    async with asyncio.TaskGroup() as group:
-        for place, worker in zip(order, cycle(workers)):
-            group.create_task(one(place, worker))
+    try:
+        async with asyncio.TaskGroup() as group:
+            for place, worker in zip(order, cycle(workers)):
+                group.create_task(one(place, worker))
+    except BaseExceptionGroup as errors:
+        raise first_cause(errors) from errors
     some = next(iter(wins.values()))
     return EvaluationRecord(
         id=hashlib.sha256(f"{weights_digest}:{seed}:{temperature}:{attempts}:{force_retry}".encode()).hexdigest()[:16],

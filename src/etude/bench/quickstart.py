@@ -93,7 +93,8 @@ class Material(msgspec.Struct, frozen=True, kw_only=True):
     tasks: TaskSet
     measured: list[Task]
     probes: list[Task]
-    prompts: list[str]
+    prompts: dict[str, str]
+    """Task id -> category."""
 
 
 def prepare(job: Job) -> Material:
@@ -123,7 +124,7 @@ def prepare(job: Job) -> Material:
         tasks=tasks,
         measured=choose_tasks(held_out, job.evaluation.tasks, job.evaluation.per_module, job.evaluation.seed),
         probes=probes,
-        prompts=[task.id for task in _split(tasks, "coordinator.split", coordinator.split)],
+        prompts={task.id: task.operator for task in _split(tasks, "coordinator.split", coordinator.split)},
     )
 
 

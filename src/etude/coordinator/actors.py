@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +165,7 @@ class CoordinatorActor:
         *,
         config: CoordinatorConfig,
         rl: RLConfig,
-        prompts: Sequence[str],
+        prompts: Mapping[str, str],
         probes: Sequence[str],
         tasks: str,
         workers: Sequence[Any],
@@ -264,7 +264,7 @@ class Fleet:
         *,
         config: CoordinatorConfig,
         rl: RLConfig,
-        prompts: Sequence[str],
+        prompts: Mapping[str, str],
         probes: Sequence[str],
         tasks: str,
         store: str,
@@ -279,7 +279,7 @@ class Fleet:
             make.remote(
                 config=config,
                 rl=rl,
-                prompts=list(prompts),
+                prompts=dict(prompts),
                 probes=list(probes),
                 tasks=tasks,
                 workers=[worker.actor for worker in self.workers],

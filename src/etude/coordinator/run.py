@@ -12,7 +12,7 @@ import contextlib
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,7 +47,7 @@ from etude.records.rollout import CauseClass, Group, GroupState, Rollout, StopRe
 from etude.records.task import Task
 from etude.rl.advantage import group_advantages
 from etude.rl.config import RLConfig
-from etude.rl.curriculum import UniformEpoch
+from etude.rl.curriculum import Curriculum, SignalEpoch, UniformEpoch
 from etude.rl.habits import GivesUpMonitor
 from etude.rl.rewards import TOTAL
 from etude.weightsync.store import ObjectStore
@@ -95,14 +95,17 @@ class _Tally:
 
 
 class TrainingRun:
-    """One run over its handles. `run()` returns its outcome; `stop()` ends it cleanly from the same event loop."""
+    """One run over its handles. `run()` returns its outcome; `stop()` ends it cleanly from the same event loop.
+
+    `prompts` maps each task id to its category (the mutation operator, for repair tasks), which the curriculum may use.
+    """
 
     def __init__(
         self,
         *,
         config: CoordinatorConfig,
         rl: RLConfig,
-        prompts: Sequence[str],
+        prompts: Mapping[str, str],
         workers: Sequence[WorkerHandle],
         trainer: TrainerHandle,
         engine: EngineClient,
@@ -116,8 +119,11 @@ class TrainingRun:
         self._config, self._rl, self._workers, self._trainer = config, rl, list(workers), trainer
         self._engine, self._store, self._run_dir, self._on_row = engine, store, run_dir, on_row
         self._probes = probes
-        self._prompts = prompts
-        self._curriculum = UniformEpoch(prompts, order_seed(config.seed))
+        self._curriculum: Curriculum = (
+            SignalEpoch(prompts, order_seed(config.seed))
+            if rl.curriculum == "signal"
+            else UniformEpoch(list(prompts), order_seed(config.seed))
+        )
         self._monitor = GivesUpMonitor(rl.habits.window, rl.habits.alarm_ratio)
         self._busy = [0] * len(self._workers)
         self._failures: dict[int, str] = {}
@@ -311,6 +317,8 @@ class TrainingRun:
             GroupQueued(draw=draw),
         )
         self.latest.extend(rollouts)
+        wins = [solved(rollout) for rollout in rollouts]
+        self._curriculum.observe(task_id, any(wins) and not all(wins))
         alarm = self._monitor.observe(group)
         if alarm is not None:
             self._tally.alarm = str(alarm)

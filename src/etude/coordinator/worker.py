@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 
 from etude.agent.config import AgentConfig
 from etude.agent.loop import AgentOptions, run_rollout
@@ -14,10 +15,13 @@ from etude.chat.tokenizer import Tokenizer
 from etude.coordinator.messages import RolloutJob, RolloutResult
 from etude.environments.pod import PodBackend
 from etude.inference.client import EngineClient
+from etude.records.errors import EtudeError, InfrastructureError
 from etude.records.rollout import Rollout
 from etude.records.task import Task
 from etude.rl.config import RLConfig
 from etude.tasks.archive import TaskSet
+
+log = logging.getLogger(__name__)
 
 
 class BlobBox:
@@ -66,7 +70,7 @@ class Worker:
         return self._tasks.get(task_id)
 
     async def run(self, job: RolloutJob) -> RolloutResult:
-        """Runs one rollout to its end."""
+        """Runs one rollout to its end. Raises IntegrityError and BadInput as they are, anything unforeseen as InfrastructureError."""
         box = BlobBox()
         agent = self._agent
         if job.temperature is not None:
@@ -79,13 +83,19 @@ class Worker:
                 config=agent, rl=self._rl, blob_sink=box.put, clock=lambda: 0.0, unix_time=lambda: 0.0
             )
         async with self._room:
-            rollout = await run_rollout(
-                self._tasks.get(job.task_id),
-                attempt=job.attempt,
-                seed=job.seed,
-                engine=self._engine,
-                pods=self._pods,
-                tokenizer=self._tokenizer,
-                options=options,
-            )
+            try:
+                rollout = await run_rollout(
+                    self._tasks.get(job.task_id),
+                    attempt=job.attempt,
+                    seed=job.seed,
+                    engine=self._engine,
+                    pods=self._pods,
+                    tokenizer=self._tokenizer,
+                    options=options,
+                )
+            except EtudeError:
+                raise
+            except Exception as error:  # a fault of one rollout never takes the job down: it is tried again, then void
+                log.exception("rollout of %s, attempt %d, broke", job.task_id, job.attempt)
+                raise InfrastructureError(f"rollout broke: {type(error).__name__}: {error}") from error
         return RolloutResult(rollout=rollout, blobs=box.needed_by(rollout) if job.keep_blobs else {})

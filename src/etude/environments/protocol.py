@@ -235,6 +235,11 @@ class Link(asyncio.Protocol):
             self._transport.abort()
 
     @property
+    def connected(self) -> bool:
+        """Whether a transport was made; it owns the socket from then on."""
+        return self._transport is not None
+
+    @property
     def lost(self) -> str:
         """Why the channel is gone, empty while it lives."""
         return self._lost

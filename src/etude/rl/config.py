@@ -61,4 +61,8 @@ class RLConfig(BaseModel):
         default={"success": 1.0, "effort": -0.05}, description="weight of each reward component in the total"
     )
     length_penalty: LengthPenaltyConfig = LengthPenaltyConfig()
+    curriculum: Literal["uniform", "signal"] = Field(
+        default="uniform",
+        description="order of prompts: uniform, or mutation operators in proportion to how often their groups were mixed",
+    )
     habits: HabitConfig = HabitConfig()

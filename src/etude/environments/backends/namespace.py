@@ -198,12 +198,13 @@ class NamespaceBackend:
             )
         ours, theirs = socket.socketpair()
         shim: _Shim | None = None
+        link: Link | None = None
         try:
             with theirs:
                 shim = _Shim(self.launcher.command(self.image, self._options(spec, plan), AGENT_ARGV), theirs, loop)
             ours.setblocking(False)
-            link = Link()
-            await loop.create_connection(lambda: link, sock=ours)
+            link = made = Link()
+            await loop.create_connection(lambda: made, sock=ours)
             started = shim
 
             async def end() -> None:
@@ -216,7 +217,11 @@ class NamespaceBackend:
             await pod.greet(self.start_timeout_s)
         except BaseException as error:
             self._pods.pop(pod_id, None)
-            ours.close()
+            if link is not None and link.connected:
+                # the transport owns the socket: closing it here would leave the loop watching a descriptor of someone else
+                link.abort("the pod did not start")
+            else:
+                ours.close()
             told = ""
             if shim is not None:
                 # the launcher's own words first: the channel only says that it ended
