@@ -25,7 +25,7 @@ from etude.records.config import known_keys, load
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "data").glob("*.md")])
-PASS_ON = {"serve inference": "etude.inference.server", "model starter": "etude.pretrain.starter"}
+PASS_ON = {"serve inference": "etude.inference.server"}
 """Commands that hand their options to a module of their own."""
 SHIPPED = re.compile(r"`((?:src|docs|configs|data|tests|benchmarks)/[\w./-]+\.[a-z]+[\w.]*)`")
 MADE_LATER = frozenset({"docs/learning_check.md", "docs/learning_check.json"})
