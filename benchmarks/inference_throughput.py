@@ -25,26 +25,11 @@ from etude.chat.tokenizer import Tokenizer
 from etude.inference.client import HttpEngineClient, SessionRoutes, complete
 from etude.inference.protocol import GenerateRequest, prefix_digest
 from etude.model.checkpoint import save_pretrained
-from etude.model.config import ModelConfig
 from etude.model.decoder import Decoder
+from etude.pretrain.starter import starter_config
 
 BAR = 1500.0
-POLICY = ModelConfig(
-    vocab_size=2048,
-    hidden_size=128,
-    intermediate_size=384,
-    moe_intermediate_size=96,
-    num_hidden_layers=5,
-    num_attention_heads=4,
-    n_routed_experts=8,
-    num_experts_per_tok=2,
-    kv_lora_rank=96,
-    qk_nope_head_dim=32,
-    qk_rope_head_dim=16,
-    v_head_dim=32,
-    tie_word_embeddings=True,
-    max_position_embeddings=1024,
-)
+POLICY = starter_config(2048)
 
 
 def make_policy(folder: Path) -> None:

@@ -15,7 +15,6 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from etude.model.config import ModelConfig
 from etude.model.decoder import Decoder, RouteReplay
 from etude.trainer.config import TrainerConfig
 from etude.trainer.sequence import TokenRow, TrainSequence
@@ -23,26 +22,6 @@ from etude.trainer.step import PolicyTrainer
 
 VOCAB, GROUPS, GROUP_SIZE = 2048, 4, 8
 BAR_S = 3.0
-
-
-def starter_config() -> ModelConfig:
-    """The starter's shape (`docs/starter.md`)."""
-    return ModelConfig(
-        vocab_size=VOCAB,
-        hidden_size=128,
-        intermediate_size=384,
-        moe_intermediate_size=96,
-        num_hidden_layers=5,
-        num_attention_heads=4,
-        n_routed_experts=8,
-        num_experts_per_tok=2,
-        kv_lora_rank=96,
-        qk_nope_head_dim=32,
-        qk_rope_head_dim=16,
-        v_head_dim=32,
-        tie_word_embeddings=True,
-        max_position_embeddings=1024,
-    )
 
 
 def rollouts(rng: np.random.Generator) -> list[list[TrainSequence]]:
@@ -115,7 +94,7 @@ def main() -> int:
                 "micro_batch_tokens": arguments.budget,
             }
         )
-        trainer = PolicyTrainer(Decoder(starter_config()), config)
+        trainer = PolicyTrainer(Decoder(starter_config(VOCAB)), config)
         trainer.step(groups)
         found[f"{name}_s"], found[f"{name}_wall_s"] = processor_seconds(
             lambda t=trainer: t.step(groups), arguments.repeats
