@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from etude.model.decoder import Decoder, RouteReplay
+from etude.pretrain.starter import starter_config
 from etude.trainer.config import TrainerConfig
 from etude.trainer.sequence import TokenRow, TrainSequence
 from etude.trainer.step import PolicyTrainer
