@@ -116,13 +116,16 @@ def prepare(job: Job) -> Material:
             raise BadInput(str(path), name, "missing", "an existing path")
     read_config(job.model)
     tasks = TaskSet.open(job.tasks)
-    held_out = _split(tasks, "evaluation.split", job.evaluation.split)
-    probes = []
-    if coordinator.probe_every:
-        probes = choose_tasks(held_out, coordinator.probe_tasks, 1, job.evaluation.seed + 1)
+    measured, probes = [], []
+    if job.measure or coordinator.probe_every:
+        held_out = _split(tasks, "evaluation.split", job.evaluation.split)
+        if job.measure:
+            measured = choose_tasks(held_out, job.evaluation.tasks, job.evaluation.per_module, job.evaluation.seed)
+        if coordinator.probe_every:
+            probes = choose_tasks(held_out, coordinator.probe_tasks, 1, job.evaluation.seed + 1)
     return Material(
         tasks=tasks,
-        measured=choose_tasks(held_out, job.evaluation.tasks, job.evaluation.per_module, job.evaluation.seed),
+        measured=measured,
         probes=probes,
         prompts={task.id: task.operator for task in _split(tasks, "coordinator.split", coordinator.split)},
     )
