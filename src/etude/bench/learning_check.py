@@ -19,8 +19,7 @@ import numpy.typing as npt
 
 from etude.bench.evaluate import choose_tasks, evaluate, successes, well_formed
 from etude.bench.metrics import Interval, best_of_k_each, mean_interval, solved_given_formed
-from etude.bench.quickstart import Job, Watch, run_job
-from etude.coordinator.actors import start_fleet
+from etude.bench.quickstart import Job, Watch, run_job, until_stopped
 from etude.coordinator.metrics import StepMetrics, read, solved
 from etude.coordinator.summary import write_json
 from etude.records.errors import BadInput, InfrastructureError
@@ -190,20 +189,8 @@ class LearningCheck:
                 found[rollout.task_id].add(hashlib.sha256(repr(sorted(rollout.diff.items())).encode()).hexdigest())
 
         job = self._job
-        async with start_fleet(
-            model=str(model),
-            tasks=str(job.tasks),
-            run_dir=self._folder,
-            store="",
-            coordinator=job.coordinator,
-            agent=job.agent,
-            rl=job.rl,
-            environments=job.environments,
-            inference=job.inference,
-            trainer=None,
-            weightsync=job.weightsync,
-        ) as fleet:
-            running = asyncio.create_task(
+        async with msgspec.structs.replace(job, run_dir=self._folder).fleet(model=model) as fleet:
+            record = await until_stopped(
                 evaluate(
                     fleet.workers,
                     tasks,
@@ -215,16 +202,11 @@ class LearningCheck:
                     force_retry=force_retry,
                     progress=self._watch.evaluated,
                     keep=keep,
-                )
+                ),
+                stop,
             )
-            stopped = asyncio.create_task(stop.wait())
-            await asyncio.wait([running, stopped], return_when=asyncio.FIRST_COMPLETED)
-            stopped.cancel()
-            if not running.done():
-                running.cancel()
-                await asyncio.wait([running])
-                return None
-            record = running.result()
+        if record is None:
+            return None
         measured = Measured(record=record, distinct=tuple(len(found[task.id]) for task in tasks))
         write_json(path, measured)
         return measured

@@ -7,9 +7,11 @@ Everything it finds is a file in the run folder: evaluations, metrics, the train
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -36,6 +38,8 @@ from etude.tasks.archive import TaskSet
 from etude.trainer.config import TrainerConfig
 from etude.weightsync.config import WeightSyncConfig
 
+T = TypeVar("T")
+
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """What one run is made of: the sections of the config, and where things lie."""
@@ -53,6 +57,24 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     evaluation: EvaluationConfig
     measure: bool = True
     """Evaluate before and after; `etude train` does without."""
+
+    def fleet(
+        self, *, model: Path | None = None, store: str = "", train: bool = False
+    ) -> contextlib.AbstractAsyncContextManager[Fleet]:
+        """The processes that the job runs on, with a trainer when `train`; `model` in place of the job's. See `start_fleet`."""
+        return start_fleet(
+            model=str(model or self.model),
+            tasks=str(self.tasks),
+            run_dir=self.run_dir,
+            store=store,
+            coordinator=self.coordinator,
+            agent=self.agent,
+            rl=self.rl,
+            environments=self.environments,
+            inference=self.inference,
+            trainer=self.trainer if train else None,
+            weightsync=self.weightsync,
+        )
 
 
 class Watch:
@@ -148,19 +170,7 @@ async def run_job(job: Job, watch: Watch, stop: asyncio.Event) -> Result:
     job.run_dir.mkdir(parents=True, exist_ok=True)
     watch.stage("starting engine, rollout workers and trainer")
     store = job.weightsync.store or str((job.run_dir / "store").resolve())
-    async with start_fleet(
-        model=str(job.model),
-        tasks=str(job.tasks),
-        run_dir=job.run_dir,
-        store=store,
-        coordinator=job.coordinator,
-        agent=job.agent,
-        rl=job.rl,
-        environments=job.environments,
-        inference=job.inference,
-        trainer=job.trainer,
-        weightsync=job.weightsync,
-    ) as fleet:
+    async with job.fleet(store=store, train=True) as fleet:
         before = None
         if job.measure:
             watch.stage(f"before: {len(chosen)} held-out tasks x {job.evaluation.attempts} attempts")
@@ -207,7 +217,7 @@ async def _measure(
     stop: asyncio.Event,
 ) -> EvaluationRecord | None:
     """One evaluation, or None when it was stopped."""
-    running = asyncio.create_task(
+    return await until_stopped(
         evaluate(
             fleet.workers,
             tasks,
@@ -217,8 +227,14 @@ async def _measure(
             weights_digest=digest,
             policy_version=version,
             progress=watch.evaluated,
-        )
+        ),
+        stop,
     )
+
+
+async def until_stopped(work: Coroutine[Any, Any, T], stop: asyncio.Event) -> T | None:
+    """What `work` returns, or None when `stop` was set first; `work` is then cut off and has ended."""
+    running = asyncio.create_task(work)
     stopped = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait([running, stopped], return_when=asyncio.FIRST_COMPLETED)

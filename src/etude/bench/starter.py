@@ -15,7 +15,7 @@ from etude.agent.solver import demonstrations
 from etude.bench.evaluate import choose_tasks, evaluate, successes, well_formed
 from etude.bench.quickstart import Job
 from etude.chat.tokenizer import Tokenizer
-from etude.coordinator.actors import open_pods, start_fleet
+from etude.coordinator.actors import open_pods
 from etude.environments.config import EnvironmentsConfig
 from etude.pretrain.config import PretrainConfig
 from etude.pretrain.starter import make_starter
@@ -65,19 +65,7 @@ async def _demonstrate(
 async def gate(job: Job, say: Say) -> bool:
     """Measures `job.model` on dev tasks and says whether it may start RL: 15-60% success, at least 85% well-formed."""
     tasks = choose_tasks(TaskSet.open(job.tasks).split(Split.DEV), 60, job.evaluation.per_module, job.evaluation.seed)
-    async with start_fleet(
-        model=str(job.model),
-        tasks=str(job.tasks),
-        run_dir=job.run_dir,
-        store="",
-        coordinator=job.coordinator,
-        agent=job.agent,
-        rl=job.rl,
-        environments=job.environments,
-        inference=job.inference,
-        trainer=None,
-        weightsync=job.weightsync,
-    ) as fleet:
+    async with job.fleet() as fleet:
         record = await evaluate(
             fleet.workers,
             tasks,

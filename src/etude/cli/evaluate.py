@@ -12,9 +12,9 @@ from etude.agent.trajectory import TextWatcher, ending_text, opening_text
 from etude.bench.evaluate import choose_tasks, evaluate, successes, well_formed
 from etude.bench.metrics import best_of_k_each, mean_interval
 from etude.chat.tokenizer import Tokenizer
-from etude.cli.train import Lines
+from etude.cli.train import Lines, make_job
 from etude.cli.tree import Config, located
-from etude.coordinator.actors import open_pods, start_fleet
+from etude.coordinator.actors import open_pods
 from etude.coordinator.engine_process import EngineProcess
 from etude.coordinator.seeds import rollout_seed
 from etude.coordinator.summary import write_json
@@ -74,21 +74,8 @@ def show(config: Config, wanted: str, attempts: int) -> None:
 
 
 async def _measure(config: Config, tasks: list[Task], json_file: Path | None) -> None:
-    model = located(config.model).resolve()
     watch = Lines(config)
-    async with start_fleet(
-        model=str(model),
-        tasks=str(located(config.tasks).resolve()),
-        run_dir=located(config.runs),
-        store="",
-        coordinator=config.coordinator,
-        agent=config.agent,
-        rl=config.rl,
-        environments=config.environments,
-        inference=config.inference,
-        trainer=None,
-        weightsync=config.weightsync,
-    ) as fleet:
+    async with make_job(config, located(config.runs), measure=False).fleet() as fleet:
         record = await evaluate(
             fleet.workers,
             tasks,

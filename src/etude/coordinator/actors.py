@@ -358,11 +358,13 @@ async def _stop(fleet: Fleet) -> None:
     closing = [worker.actor.close.remote() for worker in fleet.workers]
     if fleet.trainer is not None:
         closing.append(fleet.trainer.actor.close.remote())
-    for reference in closing:
-        with contextlib.suppress(Exception):  # an actor that is gone needs no closing
-            await asyncio.wait_for(asyncio.ensure_future(answered(reference)), 15.0)
-    await fleet.engine.stop()
-    ray.shutdown()
+    try:
+        for reference in closing:
+            with contextlib.suppress(InfrastructureError, TimeoutError):  # an actor that is gone needs no closing
+                await asyncio.wait_for(asyncio.ensure_future(answered(reference)), 15.0)
+    finally:
+        await fleet.engine.stop()
+        ray.shutdown()
 
 
 def _start_ray(address: str) -> None:
@@ -371,7 +373,6 @@ def _start_ray(address: str) -> None:
     if ray.is_initialized():
         return
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 starves the trainer beside engine and pods
     if address:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -40,12 +41,12 @@ class Episode:
         self.edit.extend([edit] * len(ids))
 
 
-class PoolSource:
+class PoolSource(Protocol):
     """Episodes by pool number."""
 
     def pool(self, number: int) -> list[Episode]:
         """The episodes of one pool; a pure function of the number."""
-        raise NotImplementedError
+        ...
 
 
 @dataclass(frozen=True)

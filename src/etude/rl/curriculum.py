@@ -91,23 +91,18 @@ class SignalEpoch:
 
     def __init__(self, categories: Mapping[str, str], seed: int, drawn: Iterable[str] = ()) -> None:
         self._categories = dict(categories)
+        taken = list(drawn)
         self._queues = {
-            name: UniformEpoch([p for p, c in categories.items() if c == name], seed)
+            name: UniformEpoch(
+                [prompt for prompt, category in categories.items() if category == name],
+                seed,
+                [prompt for prompt in taken if categories.get(prompt) == name],
+            )
             for name in sorted(set(categories.values()))
         }
         self._mixed = dict.fromkeys(self._queues, 1)
         self._seen = dict.fromkeys(self._queues, 2)
         self._seed, self._draws = seed, 0
-        taken = set(drawn)
-        if taken:
-            self._queues = {
-                name: UniformEpoch(
-                    [p for p, c in categories.items() if c == name],
-                    seed,
-                    [p for p in taken if categories.get(p) == name],
-                )
-                for name in self._queues
-            }
 
     def draw(self) -> str | None:
         """The next prompt id, or None when the epoch is over."""
