@@ -13,6 +13,12 @@ class EpisodeMix(BaseModel):
     raw: float = Field(0.08, ge=0, le=1, description="Share of episodes that are a source file on its own.")
     several_bugs: float = Field(0.5, ge=0, le=1, description="Share with several bugs, repaired in one action.")
     most_bugs: int = Field(5, ge=2, description="Most bugs of such an episode.")
+    slips: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Share of repair episodes whose bugs are blind slips (any name, number or operator for another).",
+    )
     ending: float = Field(
         0.3, ge=0, le=1, description="Share of one-bug episodes that go on to a passing run and `finish`."
     )
@@ -91,10 +97,16 @@ class PretrainConfig(BaseModel):
     demonstrations: str = Field(
         ".cache/starter/demonstrations.zst", description="File of rollout records of the scripted solver on SFT tasks."
     )
-    sft_reminder: float = Field(0.6, ge=0, lt=1, description="Share of corpus episodes in fine-tuning.")
+    sft_mix: EpisodeMix = Field(
+        default_factory=lambda: EpisodeMix(
+            raw=0.04, several_bugs=0.3, ending=0.6, prompt_weight=0.2, raw_weight=0.1, slips=0.96
+        ),
+        description="Corpus episodes of fine-tuning: mostly blind slips, so that what bugs are like is left to find out.",
+    )
+    sft_reminder: float = Field(0.95, ge=0, lt=1, description="Share of corpus episodes in fine-tuning.")
     sft: PhaseConfig = Field(
         default_factory=lambda: PhaseConfig(
-            muon_lr=0.001, adam_lr=2e-4, budget_s=120.0, decay_share=0.8, evaluate_s=100.0
+            muon_lr=0.003, adam_lr=5e-4, budget_s=270.0, decay_share=0.7, evaluate_s=100.0
         ),
         description="The fine-tuning phase on demonstrations.",
     )

@@ -23,7 +23,7 @@ from etude.chat.repair_texts import failure_line, repair_instruction
 from etude.chat.tokenizer import Tokenizer
 from etude.pretrain.batches import Episode, PoolSource
 from etude.pretrain.config import EpisodeMix
-from etude.pretrain.corrupt import apply, choose, corruptions, line_change
+from etude.pretrain.corrupt import apply, choose, corruptions, line_change, slips
 from etude.pretrain.placeholders import placeholder_check
 from etude.records.errors import BadInput
 from etude.records.rollout import SpanKind
@@ -105,7 +105,7 @@ class EpisodeMaker:
     def draw(self, rng: random.Random, row: CorpusRow) -> Episode | None:
         """One episode of `row`, of a kind drawn from the mix; None when it has none that fits."""
         kind = rng.random()
-        mutants = self._candidates(rng, row)
+        mutants = self._slips(rng, row) if rng.random() < self.mix.slips else self._candidates(rng, row)
         episode: Episode | None
         if kind < self.mix.raw:
             episode = self.raw(row)
@@ -136,6 +136,10 @@ class EpisodeMaker:
             rng.shuffle(members)
         deepest = max(map(len, lists), default=0)
         return [members[depth] for depth in range(deepest) for members in lists if depth < len(members)]
+
+    def _slips(self, rng: random.Random, row: CorpusRow) -> list[Mutant]:
+        """Blind slips in the row's function, each a mutant of its own, without a known failing check."""
+        return [Mutant("slip", apply(row.source, [slip])) for slip in slips(rng, row.source, 2 * self.mix.most_bugs)]
 
     def raw(self, row: CorpusRow) -> Episode:
         """The file as a document of its own; every token is a target."""
@@ -180,7 +184,8 @@ class EpisodeMaker:
     def several_bugs(self, rng: random.Random, row: CorpusRow, mutants: Sequence[Mutant]) -> Episode | None:
         """Denoising: two to `most_bugs` bugs, all edits in one action, top to bottom. None when the function has too few places."""
         changes = [line_change(row.source, mutant.text) for mutant in mutants]
-        changes += corruptions(row.source)
+        if not any(mutant.operator == "slip" for mutant in mutants):
+            changes += corruptions(row.source)
         chosen = choose(rng, changes, rng.randint(2, self.mix.most_bugs))
         if len(chosen) < 2:
             return None

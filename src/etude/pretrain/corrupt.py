@@ -7,6 +7,7 @@ behaviour is not known here and does not matter: the original text is the target
 
 from __future__ import annotations
 
+import keyword
 import random
 import re
 from collections.abc import Iterator, Sequence
@@ -41,6 +42,7 @@ _SWAPS: dict[str, tuple[str, ...]] = {
     "append": ("extend",), "extend": ("append",), "keys": ("values",), "values": ("keys",), "find": ("rfind",),
     "split": ("rsplit",), "index": ("rindex",), "floor": ("ceil",), "ceil": ("floor",), "sin": ("cos",), "cos": ("sin",),
 }  # fmt: skip
+_OPERATORS = ("<", "<=", ">", ">=", "==", "!=", "+", "-", "*", "//", "%")
 _WORDS = frozenset(
     ["return", "and", "or", "not", "in", "is", "if", "else", "yield", "lambda", "for", "while", "assert"]
 )
@@ -78,6 +80,28 @@ def corruptions(source: str) -> list[Change]:
         else:
             found += [Change(begin, end, new) for new in _SWAPS.get(text, ())]
     return found + [change for change in _rearrangements(source, max(body, 0)) if not _inside(change, strings)]
+
+
+def slips(rng: random.Random, source: str, count: int) -> list[Change]:
+    """Up to `count` random slips below the first line: a name, number or operator where another one of the function belongs.
+
+    Wider than `corruptions` and blind to meaning: any name may stand for any other. At most one slip a place.
+    """
+    body = source.find("\n")
+    lexemes = [m for m in _LEXEME.finditer(source) if m.lastgroup not in ("string", "phrase")]
+    words = {
+        kind: sorted({m.group() for m in lexemes if m.lastgroup == kind and not keyword.iskeyword(m.group())})
+        for kind in ("name", "number", "operator")
+    }
+    words["number"] += [str(n) for n in range(4) if str(n) not in words["number"]]
+    words["operator"] += [text for text in _OPERATORS if text not in words["operator"]]
+    places = [m for m in lexemes if m.start() > body >= 0 and m.group() in words[str(m.lastgroup)]]
+    found = []
+    for match in rng.sample(places, min(count, len(places))):
+        others = [text for text in words[str(match.lastgroup)] if text != match.group()]
+        if others:
+            found.append(Change(match.start(), match.end(), rng.choice(others)))
+    return found
 
 
 def _rearrangements(source: str, body: int) -> Iterator[Change]:

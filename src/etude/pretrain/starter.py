@@ -214,7 +214,7 @@ class Starter:
         if out.exists():
             self.say(f"sft: {out} exists, skipped")
             return out
-        tokenizer, mix = self.tokenizer(), config.decay_mix
+        tokenizer, mix = self.tokenizer(), config.sft_mix
         made = [demonstration_episode(rollout) for rollout in read_demonstrations(config.demonstrations)]
         decoder = load_pretrained(self.pretrain())
         found = [episode for episode in made if episode is not None and len(episode.ids) <= mix.longest]
