@@ -2,7 +2,9 @@
 
 import ast
 import itertools
+import keyword
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -24,7 +26,7 @@ from etude.pretrain.corpus import (
     file_text,
     read_rows,
 )
-from etude.pretrain.corrupt import apply, choose, corruptions, line_change
+from etude.pretrain.corrupt import apply, choose, corruptions, line_change, slips
 from etude.records.errors import BadInput
 
 SOURCE = """def clamp(value, low, high):
@@ -172,6 +174,40 @@ def test_rearrangements_swap_operands_and_arguments_and_move_bounds() -> None:
     ]:
         assert source.split("\n", 1)[1].replace(old, new) in made
     assert all("'x - y'" in text for text in made)
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 10_000), count=st.integers(1, 40))
+def test_slips_put_another_word_of_the_same_kind_at_distinct_places_below_the_first_line(seed: int, count: int) -> None:
+    found = slips(random.Random(seed), SOURCE, count)
+    assert 1 <= len(found) <= count and len({slip.begin for slip in found}) == len(found)
+    kinds = (r"[A-Za-z_]\w*", r"\d\w*", r"[^\w\s]+")
+    for slip in found:
+        old = SOURCE[slip.begin : slip.end]
+        assert slip.text != old and not keyword.iskeyword(old) and not keyword.iskeyword(slip.text)
+        assert any(re.fullmatch(kind, old) and re.fullmatch(kind, slip.text) for kind in kinds)
+        assert slip.begin > SOURCE.index("\n") and not SOURCE.count("'", 0, slip.begin) % 2
+    assert found == slips(random.Random(seed), SOURCE, count)
+
+
+def test_a_function_without_a_body_has_no_slips() -> None:
+    assert slips(random.Random(0), "def f(): return 1", 5) == []
+
+
+def test_episodes_of_slips_parse_and_their_edit_repairs_the_file(tokenizer: Tokenizer) -> None:
+    mix = EpisodeMix(slips=1.0, raw=0.0, several_bugs=0.0, wrong_edit=0.0, ending=0.0)
+    maker, repaired = EpisodeMaker(tokenizer, ROWS, mix), 0
+    for seed in range(30):
+        episode = maker.draw(random.Random(seed), ROWS[0])
+        if episode is None:
+            continue
+        (call,) = parse_action(tokenizer, actions(tokenizer, episode.ids)[-1]).calls
+        broken = broken_file(tokenizer, episode.ids)
+        assert broken.count(call.arguments["old"]) == 1
+        fixed = broken.replace(call.arguments["old"], call.arguments["new"])
+        assert fixed == file_text(ROWS[0].imports, SOURCE) != broken
+        repaired += 1
+    assert repaired > 10
 
 
 def test_rows_of_other_splits_are_refused() -> None:
